@@ -1,0 +1,6 @@
+"""Which device this process computes on: one object over `torch.accelerator`, the CPU included."""
+
+from fullspeed.accelerator.base import Accelerator
+from fullspeed.accelerator.choose import get_accelerator, is_current_accelerator_supported, set_accelerator
+
+__all__ = ["Accelerator", "get_accelerator", "is_current_accelerator_supported", "set_accelerator"]

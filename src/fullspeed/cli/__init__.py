@@ -1,0 +1,1 @@
+"""The `fullspeed` command. The only package that prints."""

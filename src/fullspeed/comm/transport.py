@@ -1,0 +1,282 @@
+"""How flat shards travel: one interface, one object per backend, chosen by measurement.
+
+    all_gather(full, shard)      every rank's shard -> full            (before a group computes, after a step)
+    reduce_scatter(full)         sum of every rank's full -> shard     (gradients of a sharded state)
+    all_reduce(full)             sum of every rank's full -> full      (gradients of whole states)
+
+All three are asynchronous: they return a handle whose `wait` finishes the work. Handles must be waited for, and both
+ranks of a pair must start the same transfers of one channel in the same order; transfers of different channels may
+interleave in any order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from fullspeed.comm.collectives import Group, get_global_rank, get_rank, get_world_size
+from fullspeed.comm.observe import emit
+
+
+class Pending(Protocol):
+    """A transfer under way."""
+
+    def advance(self) -> None:
+        """Wait for the phase under way and start the next, if there is one; bounds what is in flight."""
+
+    def wait(self) -> None:
+        """Return when the result is complete (on an accelerator: when the current stream may use it)."""
+
+
+class Done:
+    """A transfer that needed no waiting."""
+
+    def advance(self) -> None:
+        """Nothing to advance."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class _Finishing:
+    """Works to wait for, then a local computation that makes their result usable."""
+
+    def __init__(self, works: list[dist.Work], finish: Callable[[], None] | None = None) -> None:
+        self._works = works
+        self._finish = finish
+
+    def advance(self) -> None:
+        self.wait()
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = []
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+
+class _Chained:
+    """A transfer whose second phase can start only when the first is complete."""
+
+    def __init__(self, first: Pending, start_second: Callable[[], Pending]) -> None:
+        self._first, self._start_second = first, start_second
+        self._second: Pending | None = None
+
+    def advance(self) -> None:
+        if self._second is None:
+            self._first.wait()
+            self._second = self._start_second()
+
+    def wait(self) -> None:
+        self.advance()
+        assert self._second is not None
+        self._second.wait()
+
+
+class Transport(Protocol):
+    """Moves flat buffers over one group of ranks. `full` is (world_size * n,), `shard` is (n,), both contiguous."""
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
+        """Fill `full` with all shards. `shard` may be this rank's slice of `full` itself."""
+
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
+        """Sum `full` over ranks and put this rank's slice into `out`, whose dtype may be wider; may overwrite `full`.
+
+        `out` may be this rank's slice of `full` itself.
+        """
+
+    def all_reduce(self, full: torch.Tensor) -> Pending:
+        """Sum `full` over ranks in place."""
+
+
+class NullTransport:
+    """A group of one rank: nothing travels, shards are the whole."""
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
+        if full.data_ptr() != shard.data_ptr():
+            full.copy_(shard)
+        return Done()
+
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
+        if full.data_ptr() != out.data_ptr():
+            out.copy_(full)
+        return Done()
+
+    def all_reduce(self, full: torch.Tensor) -> Pending:
+        return Done()
+
+
+class NativeTransport:
+    """The backend's own collectives: right for NCCL and its kin, which keep reductions on the device."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._world_size = get_world_size(group)
+        # torch 2.13 renames these two and deprecates the old names; 2.11 knows only the old ones.
+        self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
+        _emit("all_gather", full, self._world_size)
+        return _Finishing([self._gather(full, shard, group=self._group, async_op=True)])
+
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
+        _emit("reduce_scatter", full, self._world_size)
+        if out.dtype == full.dtype:
+            return _Finishing([self._reduce_scatter(out, full, group=self._group, async_op=True)])
+        narrow = torch.empty(out.numel(), dtype=full.dtype, device=full.device)
+        work = self._reduce_scatter(narrow, full, group=self._group, async_op=True)
+        return _Finishing([work], lambda: _copy(out, narrow))
+
+    def all_reduce(self, full: torch.Tensor) -> Pending:
+        _emit("all_reduce", full, self._world_size)
+        return _Finishing([dist.all_reduce(full, group=self._group, async_op=True)])
+
+
+class PairwiseTransport:
+    """Point-to-point exchange of exactly the bytes a peer needs; sums are made locally, in fp32 at least.
+
+    Measured on gloo (2 ranks, 64 MB fp32, CPU time per rank): reduce-scatter by exchange and local sum 22 ms,
+    gloo's all-to-all and sum 30 ms, its all-reduce 39 ms; gather by exchange at a fifth of its all-gather's time.
+    Sends are matched by tag, so transfers of different channels never wait for one another, and a 16-bit sum is
+    rounded once instead of once per hop.
+
+    Two-rank cost per transfer: each rank sends and receives `n` elements, `n` being the shard.
+    """
+
+    # Tags in flight at once on one channel stay far below this; a wrapped tag can only meet a finished transfer.
+    _TAGS_PER_CHANNEL = 1 << 16
+    _channels = itertools.count(1)
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._rank, self._world_size = get_rank(group), get_world_size(group)
+        self._peers = [
+            (self._rank + hop) % self._world_size for hop in range(1, self._world_size)
+        ]  # nearest first: no two ranks start by sending to the same peer
+        self._ranks = [get_global_rank(group, rank) for rank in range(self._world_size)]
+        # Every rank makes its transports in the same order, so channel numbers agree without a message.
+        self._first_tag = next(self._channels) * self._TAGS_PER_CHANNEL
+        self._transfers = itertools.count()
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
+        _emit("all_gather", full, self._world_size)
+        slices = full.view(self._world_size, -1)
+        own = slices[self._rank]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        return _Finishing(self._exchange(lambda peer: own, lambda peer: slices[peer]))
+
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
+        _emit("reduce_scatter", full, self._world_size)
+        return self._sum_to_owner(full, out)
+
+    def all_reduce(self, full: torch.Tensor) -> Pending:
+        """Sum every slice at its owner, then hand the sums round."""
+        _emit("all_reduce", full, self._world_size)
+        slices = full.view(self._world_size, -1)
+        own = slices[self._rank]
+        tag = self._next_tag()  # drawn now, so that tags follow the order of calls, not of waits
+
+        def hand_round() -> Pending:
+            return _Finishing(self._exchange(lambda peer: own, lambda peer: slices[peer], tag))
+
+        return _Chained(self._sum_to_owner(full, own), hand_round)
+
+    def _sum_to_owner(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
+        slices = full.view(self._world_size, -1)
+        received = torch.empty((len(self._peers), slices.shape[1]), dtype=full.dtype, device=full.device)
+        row = {peer: index for index, peer in enumerate(self._peers)}
+        works = self._exchange(lambda peer: slices[peer], lambda peer: received[row[peer]])
+        return _Finishing(works, lambda: self._sum(slices[self._rank], received, out))
+
+    def _sum(self, own: torch.Tensor, received: torch.Tensor, out: torch.Tensor) -> None:
+        """out = own + all received, rounded once. Ranks are added in rank order, so every rank count is repeatable."""
+        if len(self._peers) == 1 and out.dtype == own.dtype == torch.float32:
+            torch.add(own, received[0], out=out)
+            return
+        wide = torch.promote_types(own.dtype, torch.float32)
+        total: torch.Tensor | None = None
+        row = {peer: index for index, peer in enumerate(self._peers)}
+        for rank in range(self._world_size):
+            part = own if rank == self._rank else received[row[rank]]
+            if total is None:
+                total = part.to(wide, copy=True)
+            else:
+                total.add_(part)
+        assert total is not None
+        out.copy_(total)
+
+    def _next_tag(self) -> int:
+        return self._first_tag + next(self._transfers) % self._TAGS_PER_CHANNEL
+
+    def _exchange(
+        self,
+        to_send: Callable[[int], torch.Tensor],
+        to_receive: Callable[[int], torch.Tensor],
+        tag: int | None = None,
+    ) -> list[dist.Work]:
+        tag = self._next_tag() if tag is None else tag
+        works = []
+        for peer in self._peers:
+            work = dist.irecv(to_receive(peer), src=self._ranks[peer], group=self._group, tag=tag)
+            assert work is not None
+            works.append(work)
+        for peer in self._peers:
+            work = dist.isend(to_send(peer), dst=self._ranks[peer], group=self._group, tag=tag)
+            assert work is not None
+            works.append(work)
+        return works
+
+
+class AllReduceTransport:
+    """A transport whose reduce-scatter is an all-reduce of the whole buffer (`"reduce_scatter": false`)."""
+
+    def __init__(self, inner: Transport, rank: int, world_size: int) -> None:
+        self._inner, self._rank, self._world_size = inner, rank, world_size
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
+        return self._inner.all_gather(full, shard)
+
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
+        pending = self._inner.all_reduce(full)
+        own = full.view(self._world_size, -1)[self._rank]
+        return _Then(pending, lambda: _copy(out, own))
+
+    def all_reduce(self, full: torch.Tensor) -> Pending:
+        return self._inner.all_reduce(full)
+
+
+class _Then:
+    def __init__(self, first: Pending, finish: Callable[[], None]) -> None:
+        self._first, self._finish = first, finish
+
+    def advance(self) -> None:
+        self._first.advance()
+
+    def wait(self) -> None:
+        self._first.wait()
+        self._finish()
+
+
+def make_transport(group: Group, device: torch.device) -> Transport:
+    """The measured best transport for this group: none, pairwise exchange on gloo, native elsewhere."""
+    if get_world_size(group) == 1:
+        return NullTransport()
+    backend = group._get_backend(device).name()
+    return PairwiseTransport(group) if backend == "gloo" else NativeTransport(group)
+
+
+def _emit(op: str, full: torch.Tensor, world_size: int) -> None:
+    emit(op, full.numel(), full.itemsize, str(full.dtype), world_size)
+
+
+def _copy(out: torch.Tensor, source: torch.Tensor) -> None:
+    if out.data_ptr() != source.data_ptr():
+        out.copy_(source)

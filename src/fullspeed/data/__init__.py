@@ -1,0 +1,1 @@
+"""Loaders: micro-batches of a dataset, each rank its share."""

@@ -1,0 +1,1 @@
+"""Training: `initialize`, and the engine it returns."""

@@ -1,0 +1,476 @@
+"""The training engine: the user's module, with a backward and a step that know about accumulation and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fullspeed.base import env
+from fullspeed.base.errors import UsageError
+from fullspeed.base.log import log_dist
+from fullspeed.comm import Group, ReduceOp, all_reduce, get_rank, get_world_group, get_world_size
+from fullspeed.config import Batch, Config
+from fullspeed.data.loader import RepeatingLoader, make_loader
+from fullspeed.engine import python_gc
+from fullspeed.engine.accessors import ConfigAccessors
+from fullspeed.engine.checkpointing import Checkpointing
+from fullspeed.engine.inputs import as_arguments, cast_floating, loss_of, to_device
+from fullspeed.engine.meter import ProgressMeter
+from fullspeed.precision.policy import DTYPES, PrecisionPolicy
+from fullspeed.sharding.optimizer import ShardedOptimizer
+from fullspeed.sharding.runtime import ShardingRuntime
+
+
+class Engine(ConfigAccessors, Checkpointing, nn.Module):
+    """Wraps a module for training. Made by `fullspeed.initialize`; attributes it lacks are looked up on the module.
+
+    One update is `grad_accum_steps` times (forward, backward, step): only the last of these steps changes weights.
+    Gradients may equally come from plain `loss.backward()`, from several backwards, or from other engines' losses.
+    """
+
+    def __init__(
+        self,
+        *,
+        module: nn.Module,
+        config: Config,
+        raw_config: Any,
+        batch: Batch,
+        precision: PrecisionPolicy,
+        runtime: ShardingRuntime,
+        optimizer: ShardedOptimizer | None,
+        client_optimizer: Any,
+        lr_scheduler: Any,
+        dp_group: Group,
+        device: torch.device,
+        mpu: Any,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+        self._config, self.config, self._batch = config, raw_config, batch
+        self.precision, self.runtime, self.device, self.mpu = precision, runtime, device, mpu
+        self.optimizer = optimizer
+        self.basic_optimizer: Optimizer | None = None if optimizer is None else optimizer.optimizer
+        self.client_optimizer = client_optimizer
+        self.lr_scheduler = lr_scheduler
+        self.training_dataloader: Any = None
+        self.data_parallel_group = self.seq_data_parallel_group = dp_group
+        self.dp_world_size = self.seq_dp_world_size = get_world_size(dp_group)
+        self.mp_world_size = self.sequence_parallel_size = 1
+        self.global_rank, self.world_size = get_rank(get_world_group()), get_world_size(get_world_group())
+        self.local_rank = env.get_int("LOCAL_RANK", 0)
+        self.param_names = {param: fqn for fqn, param in module.named_parameters()}
+
+        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self._num_backwards = 0  # since the last update
+        self._forced_boundary: bool | None = None
+        self._sync_disabled = False
+        self._loss_is_scaled = False  # the coming plain backward starts from a loss `scale` returned
+        self._step_applied = False
+        self._meter = ProgressMeter()
+        self._batches: Any = None
+        self._post_process: Callable[[Any], Any] | None = None
+        self._is_destroyed = False
+        runtime.on_plain_backward = self._before_plain_backward
+        self._update_default_factor()
+        if config.disable_python_gc:
+            python_gc.hold_off()
+
+    # ---------------------------------------------------------------- forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output, unchanged. Inputs are cast where the configuration says so."""
+        if self.precision.widens:
+            assert self.precision.compute is not None
+            args, kwargs = cast_floating((args, kwargs), self.precision.compute, only=self.precision.param)
+        if self._config.fp16.enabled and self._config.fp16.auto_cast:
+            assert self.precision.compute is not None
+            args, kwargs = cast_floating((args, kwargs), self.precision.compute)
+        with self._autocast():
+            return self.module(*args, **kwargs)
+
+    def _autocast(self) -> Any:
+        section = self._config.torch_autocast
+        if not section.enabled:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=DTYPES[section.dtype])
+
+    # --------------------------------------------------------------- backward
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        *,
+        gradient: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Accumulate the gradient of `loss` and reduce what its stage reduces now.
+
+        Args:
+            loss: a scalar with a graph; or any tensor, with `gradient`.
+            retain_graph: keep the graph for another backward.
+            scale_wrt_gas: divide by the accumulation steps, so that an update averages over them.
+            gradient: the gradient with respect to `loss`, as for `torch.Tensor.backward`.
+
+        Returns:
+            The loss divided by the accumulation steps (undivided if `scale_wrt_gas` is false), without loss scale.
+
+        Raises:
+            UsageError: no optimizer, or a loss that has no graph or is no scalar.
+        """
+        optimizer = self._require_optimizer("backward")
+        if loss.numel() != 1 and gradient is None:
+            raise UsageError(
+                f"backward needs a scalar loss, got shape {tuple(loss.shape)}; reduce it (mean or sum) or pass gradient="
+            )
+        if not loss.requires_grad:
+            raise UsageError("backward got a loss without a graph; compute it with gradients enabled")
+        divisor = self._batch.grad_accum_steps if scale_wrt_gas and self._config.managed_gradient_accumulation else 1
+        averaged = loss / divisor if divisor != 1 else loss
+        scaled = averaged * optimizer.loss_scale if optimizer.loss_scale != 1.0 else averaged
+        self._before_backward()
+        with self.runtime.backward_pass(1.0):
+            scaled.backward(gradient, retain_graph=retain_graph)
+        self._meter.add_loss(loss if loss.numel() == 1 else loss.detach().float().mean())
+        return averaged.detach() if gradient is not None else averaged
+
+    def _before_backward(self) -> None:
+        self.runtime.policy.is_boundary = (
+            self._config.managed_gradient_accumulation
+            and not self._sync_disabled
+            and self.is_gradient_accumulation_boundary()
+        )
+        self._num_backwards += 1
+
+    def _before_plain_backward(self) -> None:
+        """A backward the user started. Its gradients are averaged over the accumulation steps like any other's."""
+        optimizer = self.optimizer
+        if optimizer is not None and optimizer.loss_scale != 1.0 and not self._loss_is_scaled:
+            raise UsageError(
+                f"the loss scale is {optimizer.loss_scale:g} and this backward started from an unscaled loss; call "
+                f"engine.backward(loss) or engine.scale(loss).backward()"
+            )
+        self._loss_is_scaled = False
+        self._before_backward()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` times the loss scale, for a plain `.backward()` on the result."""
+        optimizer = self._require_optimizer("scale")
+        self._loss_is_scaled = True
+        return loss * optimizer.loss_scale
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside reduce nothing that can wait (whole gradients); the result of an update is the same."""
+        was_disabled, self._sync_disabled = self._sync_disabled, True
+        try:
+            yield
+        finally:
+            self._sync_disabled = was_disabled
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Several backwards inside, one reduction: at the next step at the latest."""
+        policy = self.runtime.policy
+        each_backward, policy.each_backward = policy.each_backward, False
+        try:
+            with self.no_sync():
+                yield
+        finally:
+            policy.each_backward = each_backward
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step` updates weights."""
+        if not self._config.managed_gradient_accumulation:
+            return True
+        if self._forced_boundary is not None:
+            return self._forced_boundary
+        return (self.micro_steps + 1) % self._batch.grad_accum_steps == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Decide the boundary by hand from now on. Call before backward, so that the last one can overlap."""
+        if not self._config.managed_gradient_accumulation:
+            raise UsageError("managed_gradient_accumulation is false: every step is an update, there is no boundary")
+        self._forced_boundary = is_boundary
+
+    def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
+        """Reduce everything accumulated so far, now. Collective."""
+        del bucket_size
+        self.runtime.finish_reduction()
+
+    # ------------------------------------------------------------------- step
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """End a micro-batch; at the boundary, update the weights and the schedule. Collective at the boundary.
+
+        Raises:
+            LossScaleError: gradients overflow and the loss scale can go no lower.
+        """
+        optimizer = self._require_optimizer("step")
+        self._step_applied = False
+        if self.is_gradient_accumulation_boundary():
+            self._update(optimizer, lr_kwargs or {})
+        self.micro_steps += 1
+        self.runtime.policy.is_boundary = self.is_gradient_accumulation_boundary()
+
+    def _update(self, optimizer: ShardedOptimizer, lr_kwargs: dict[str, Any]) -> None:
+        optimizer.step()
+        self.global_steps += 1
+        samples = self._batch.train_batch_size
+        if not self._config.managed_gradient_accumulation:
+            samples = self._batch.micro_batch_size * self.dp_world_size * self._num_backwards
+        self.global_samples += samples
+        self._num_backwards = 0
+        if optimizer.overflow:
+            self.skipped_steps += 1
+        else:
+            self._step_applied = True
+            self._step_scheduler(lr_kwargs)
+        self._report(samples)
+
+    def _step_scheduler(self, lr_kwargs: dict[str, Any]) -> None:
+        if self.lr_scheduler is None:
+            return
+        try:
+            self.lr_scheduler.step(**lr_kwargs)
+        except TypeError:
+            if lr_kwargs:
+                raise
+            # Schedulers whose `step` wants a number are told the samples of an update.
+            self.lr_scheduler.step(self._batch.train_batch_size)
+
+    def _report(self, samples: int) -> None:
+        self._meter.add_samples(samples)
+        every = self._config.steps_per_print
+        if every and self.global_steps % every == 0:
+            assert self.optimizer is not None
+            norm = self.optimizer._global_grad_norm
+            line = self._meter.line(self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom(), norm)
+            log_dist(line)
+        else:
+            if not every:
+                self._meter.trim()
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` changed weights."""
+        return self._step_applied
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients accumulated so far."""
+        del set_to_none
+        self.runtime.clear_grads()
+
+    # ---------------------------------------------------------------- batches
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """One update: `grad_accum_steps` micro-batches forward and backward, then the step.
+
+        The module must return its loss (see `engine.inputs.loss_of`). Returns the loss averaged over micro-batches
+        and ranks, fp32, detached.
+        """
+        self.train()
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
+        batches = self._data_iterator(data_iter)
+        for _ in range(self._batch.grad_accum_steps):
+            loss = loss_of(self._forward_batch(next(batches)))
+            self.backward(loss)
+            self.step()
+            total += loss.detach().float()
+        all_reduce(total, ReduceOp.SUM, self.data_parallel_group)
+        return total / (self._batch.grad_accum_steps * self.dp_world_size)
+
+    @torch.no_grad()
+    def eval_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """The loss of one micro-batch per rank in evaluation mode, averaged over ranks; weights stay."""
+        was_training = self.training
+        self.eval()
+        try:
+            loss = loss_of(self._forward_batch(next(self._data_iterator(data_iter)))).detach().float()
+        finally:
+            self.train(was_training)
+        return all_reduce(loss, ReduceOp.SUM, self.data_parallel_group) / self.dp_world_size
+
+    def _data_iterator(self, given: Iterator[Any] | None) -> Iterator[Any]:
+        if given is not None:
+            return given
+        if self.training_dataloader is None:
+            raise UsageError("no data: pass an iterator of batches, or training_data to initialize")
+        if self._batches is None:
+            self._batches = RepeatingLoader(self.training_dataloader)
+        return self._batches  # type: ignore[no-any-return]
+
+    def _forward_batch(self, batch: Any) -> Any:
+        if self._post_process is not None:
+            batch = self._post_process(batch)
+        args, kwargs = as_arguments(to_device(batch, self.device))
+        return self(*args, **kwargs)
+
+    def set_data_post_process_func(self, post_process: Callable[[Any], Any]) -> None:
+        """Have `train_batch` and `eval_batch` pass every batch through `post_process`."""
+        self._post_process = post_process
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool | None = None,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """A loader over `dataset` with this engine's micro-batch size and share of the samples.
+
+        Args:
+            dataset: map-style or iterable.
+            batch_size: samples per batch on this rank; the micro-batch size by default.
+            route: "train" shuffles; "eval", "predict" and "encode" keep the order.
+            pin_memory: by default wherever there is a device to copy to.
+            data_sampler: replaces the distributed sampler.
+            collate_fn: makes a batch of samples.
+            num_local_io_workers: loader processes; 0 loads in this one.
+        """
+        return make_loader(
+            dataset,
+            batch_size or self._batch.micro_batch_size,
+            get_rank(self.data_parallel_group),
+            self.dp_world_size,
+            shuffle=route == "train",
+            drop_last=self._config.dataloader_drop_last,
+            collate_fn=collate_fn,
+            sampler=data_sampler,
+            num_workers=num_local_io_workers or 0,
+            pin_memory=self.device.type != "cpu" if pin_memory is None else pin_memory,
+        )
+
+    # ------------------------------------------------------------ batch sizes
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples per update by changing the accumulation steps; a multiple of micro batch * ranks."""
+        per_micro_step = self._batch.micro_batch_size * self.dp_world_size
+        if train_batch_size % per_micro_step:
+            raise UsageError(
+                f"train_batch_size {train_batch_size} is no multiple of micro batch {self._batch.micro_batch_size} "
+                f"* {self.dp_world_size} ranks = {per_micro_step}"
+            )
+        steps = train_batch_size // per_micro_step
+        self._batch = self._batch._replace(train_batch_size=train_batch_size, grad_accum_steps=steps)
+        self._update_default_factor()
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples per forward on one rank; the samples per update follow."""
+        train = micro_batch_size * self._batch.grad_accum_steps * self.dp_world_size
+        self._batch = self._batch._replace(micro_batch_size=micro_batch_size, train_batch_size=train)
+
+    def _update_default_factor(self) -> None:
+        managed = self._config.managed_gradient_accumulation
+        self.runtime.default_factor = 1.0 / self._batch.grad_accum_steps if managed else 1.0
+
+    # ----------------------------------------------------------------- getters
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of every param group."""
+        return [float(group["lr"]) for group in self._require_optimizer("get_lr").param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """Betas, or momentum, of every param group; empty for an optimizer without either."""
+        groups = self._require_optimizer("get_mom").param_groups
+        found = [group.get("betas", group.get("momentum")) for group in groups]
+        return [value for value in found if value is not None]
+
+    def get_type(self) -> list[Any]:
+        """The `type` entry of every param group, where there is one."""
+        return [group["type"] for group in self._require_optimizer("get_type").param_groups if "type" in group]
+
+    def get_global_grad_norm(self) -> float | None:
+        """L2 norm of all gradients of the last step, unscaled, before clipping; -1 if not finite; None before one."""
+        return None if self.optimizer is None else self.optimizer._global_grad_norm
+
+    def get_clipped_grad_norm(self) -> float | None:
+        """The same after clipping."""
+        return None if self.optimizer is None else self.optimizer._clipped_grad_norm
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(train batch size, micro-batch size, accumulation steps)."""
+        return self._batch.train_batch_size, self._batch.micro_batch_size, self._batch.grad_accum_steps
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """(dtype parameters are stored in, dtype gradients accumulate in)."""
+        param = self.precision.param or torch.float32
+        return param, self.precision.grad_accum or param
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank among those with different data."""
+        return get_rank(self.data_parallel_group)
+
+    def get_model_parallel_rank(self) -> int:
+        """Rank in the model-parallel group: 0, there is none."""
+        return 0
+
+    def get_tensor_parallel_rank(self) -> int:
+        """Rank in the tensor-parallel group: 0, there is none."""
+        return 0
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes this rank holds now: params, grads, master, optimizer, live; and the peak of live so far.
+
+        `live` are whole values that exist only around their use (gathered, or widened for compute).
+        """
+        totals = {"params": 0, "grads": 0, "master": 0, "live": 0}
+        for group in self.runtime.groups:
+            for name, nbytes in group.nbytes().items():
+                totals[name] += nbytes
+        totals["optimizer"] = 0 if self.optimizer is None else self.optimizer.nbytes()
+        totals["peak_live"] = self.runtime.gatherer.peak_live_bytes
+        return totals
+
+    def empty_partition_cache(self) -> None:
+        """Free gathered parameters that nothing computes with."""
+        self.runtime.gatherer.free_idle()
+
+    def collect_python_gc(self) -> None:
+        """Run Python's cycle collector once, at a point where a pause does not hurt."""
+        import gc
+
+        gc.collect()
+
+    def dump_state(self) -> None:
+        """Log the resolved configuration on rank 0."""
+        log_dist(self._config.model_dump_json(indent=2, exclude_defaults=True))
+
+    # ----------------------------------------------------------------- life
+
+    def _require_optimizer(self, what: str) -> ShardedOptimizer:
+        if self._is_destroyed:
+            raise UsageError(f"{what}: this engine was destroyed; build a new one with initialize")
+        if self.optimizer is None:
+            raise UsageError(
+                f"{what} needs an optimizer; pass one to initialize or name one in the configuration"
+            )
+        return self.optimizer
+
+    def destroy(self) -> None:
+        """Remove every hook and give the module its parameters back, whole and ordinary. Collective; idempotent."""
+        if self._is_destroyed:
+            return
+        self._is_destroyed = True
+        self.runtime.destroy()
+        self.optimizer = self.basic_optimizer = self.client_optimizer = None
+        self.lr_scheduler = self.training_dataloader = self._batches = None
+        self.param_names = {}
+        if self._config.disable_python_gc:
+            python_gc.let_go()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return nn.Module.__getattr__(self, name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+            return getattr(module, name)

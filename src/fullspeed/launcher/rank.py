@@ -1,0 +1,123 @@
+"""First code of every rank: puts it in its place, runs the user's script, and records why it failed.
+
+Started by the launcher as `python -m fullspeed.launcher.rank ORDER TARGET [words]`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import runpy
+import sys
+import time
+import traceback
+import types
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fullspeed.base import env
+
+SCRIPT, MODULE, PROGRAM = "script", "module", "program"
+
+
+class RankOrder(NamedTuple):
+    """What the launcher tells every rank of a job."""
+
+    kind: str  # SCRIPT, MODULE or PROGRAM
+    passes_local_rank: bool
+    record_dir: str  # where a failing rank leaves its record
+    log_prefix: str | None  # output goes to f"{log_prefix}{rank}.log" instead of the launcher's
+
+    def to_word(self) -> str:
+        """One command-line word."""
+        return json.dumps(self)
+
+    @classmethod
+    def from_word(cls, word: str) -> RankOrder:
+        """The order that `to_word` wrote."""
+        return cls(*json.loads(word))
+
+
+class FailureRecord(NamedTuple):
+    """Why a rank's script ended with an exception."""
+
+    rank: int
+    at_ns: int  # time.time_ns() when it was raised to the top, before any peer could notice
+    text: str  # traceback without the launcher's frames
+
+    def save(self, folder: str) -> None:
+        """Write the record as one file of `folder`."""
+        pathlib.Path(folder, f"rank{self.rank}.json").write_text(json.dumps(self))
+
+    @classmethod
+    def load_all(cls, folder: str) -> list[FailureRecord]:
+        """All records in `folder`, by rank."""
+        return sorted(cls(*json.loads(path.read_text())) for path in pathlib.Path(folder).glob("rank*.json"))
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the target named in `argv`, as if Python had been started on it."""
+    order, target, words = RankOrder.from_word(argv[1]), argv[2], list(argv[3:])
+    rank = env.get_int("RANK", 0) or 0
+    _export_identity()
+    if order.log_prefix is not None:
+        _redirect_output(f"{order.log_prefix}{rank}.log")
+    if order.passes_local_rank:
+        words.insert(0, f"--local_rank={env.get('LOCAL_RANK', '0')}")
+    if order.kind == PROGRAM:
+        os.execvp(target, [target, *words])
+    _record_failures(order.record_dir, rank)
+    sys.argv = [target, *words]
+    if order.kind == MODULE:
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        _run_script(target)
+
+
+def _export_identity() -> None:
+    """Names of the DeepSpeed launcher beside torchrun's."""
+    env.export(
+        {
+            "LOCAL_SIZE": env.get("LOCAL_WORLD_SIZE", "1") or "1",
+            "CROSS_RANK": env.get("GROUP_RANK", "0") or "0",
+            "CROSS_SIZE": env.get("GROUP_WORLD_SIZE", "1") or "1",
+        }
+    )
+
+
+def _redirect_output(path: str) -> None:
+    """Send stdout and stderr, of this process and all it starts, to the file."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def _run_script(path: str) -> None:
+    """Execute the file as `__main__` in a module that stays, so pickling and exit handlers work as usual."""
+    source = pathlib.Path(path).read_bytes()
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__file__=path, __builtins__=__builtins__, __cached__=None)
+    sys.modules["__main__"] = module
+    sys.path[0] = str(pathlib.Path(path).resolve().parent)
+    exec(compile(source, path, "exec"), module.__dict__)
+
+
+def _record_failures(folder: str, rank: int) -> None:
+    """Leave a record when an exception reaches the top, before this process ends and its peers notice."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        at_ns, own = time.time_ns(), (__file__, runpy.__file__, "<frozen runpy>")
+        while trace is not None and trace.tb_frame.f_code.co_filename in own:
+            trace = trace.tb_next
+        if not issubclass(kind, KeyboardInterrupt):
+            text = "".join(traceback.format_exception(kind, error, trace))
+            FailureRecord(rank, at_ns, text).save(folder)
+        sys.__excepthook__(kind, error.with_traceback(trace), trace)
+
+    sys.excepthook = hook
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,191 @@
+"""From a model and its configuration to a running ShardingRuntime."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from fullspeed.base.errors import UsageError
+from fullspeed.comm import Agreement, AllReduceTransport, Group, broadcast, get_rank, get_world_size, make_transport
+from fullspeed.config import Config
+from fullspeed.precision.policy import PrecisionPolicy, torch_dtype
+from fullspeed.sharding import placeholder
+from fullspeed.sharding.gatherer import LiveBudget
+from fullspeed.sharding.group import FlatGroup, GradScaling, GroupDtypes, GroupLinks
+from fullspeed.sharding.placement import placement_of
+from fullspeed.sharding.plan import MERGE_NUMEL, Grouping, PlannedGroup, make_plan
+from fullspeed.sharding.runtime import ReductionPolicy, ShardingRuntime
+
+
+def build_runtime(
+    model: nn.Module,
+    config: Config,
+    precision: PrecisionPolicy,
+    group: Group,
+    device: torch.device,
+    optimized: Collection[nn.Parameter] | None,
+) -> ShardingRuntime:
+    """Move the model's parameters into flat groups, placed as the configured ZeRO stage asks.
+
+    Collective. Rank 0's values win: parameters and buffers are broadcast first. Afterwards every parameter is the
+    same object with the same name and shape, backed by a group. Managed are the parameters in `optimized` and frozen
+    ones nobody manages yet; without an optimizer (None), all. What is left stays the caller's, so two engines can
+    train disjoint parts of one model.
+
+    Raises:
+        UsageError: a parameter is not on `device`, belongs to another engine, or shares memory with another one.
+    """
+    managed = _managed(model, optimized)
+    _check_parameters(managed, device)
+    _broadcast_initial_values(model, managed, group)
+    zero = config.zero_optimization
+    placement = placement_of(zero.stage)
+    plan = make_plan(model, managed.values(), _grouping(config), _autocast_wires(model, config))
+    persistent = _persistent_groups(plan.groups, zero.stage3_param_persistence_threshold,
+                                    zero.stage3_model_persistence_threshold)  # fmt: skip
+    links = _make_links(group, device, use_reduce_scatter=zero.reduce_scatter)
+    scaling = _grad_scaling(config, links.world_size)
+    groups = [
+        FlatGroup(
+            index,
+            planned.params,
+            placement.persistent if index in persistent else placement,
+            _group_dtypes(planned, precision),
+            links,
+            scaling,
+        )
+        for index, planned in enumerate(plan.groups)
+    ]
+    return ShardingRuntime(
+        root=model,
+        groups=groups,
+        units=plan.units,
+        budget=LiveBudget(
+            max_live_numel=zero.stage3_max_live_parameters,
+            max_reuse_distance=zero.stage3_max_reuse_distance,
+            prefetch_numel=0 if zero.stage3_allgather_sequential else zero.stage3_prefetch_bucket_size,
+        ),
+        policy=ReductionPolicy(
+            overlap=zero.overlap_comm is not False,
+            max_in_flight_numel=zero.reduce_bucket_size,
+            each_backward=placement.grads,
+        ),
+        agreement=Agreement(group),
+    )
+
+
+def _managed(model: nn.Module, optimized: Collection[nn.Parameter] | None) -> dict[str, nn.Parameter]:
+    """The parameters this runtime takes over, by name."""
+    members = None if optimized is None else set(optimized)
+    managed: dict[str, nn.Parameter] = {}
+    for fqn, param in model.named_parameters():
+        is_wanted = members is None or param in members
+        if is_wanted and placeholder.is_adopted(param):
+            raise UsageError(f"parameter {fqn} belongs to another engine; destroy() that one first")
+        if is_wanted or (not param.requires_grad and not placeholder.is_adopted(param)):
+            managed[fqn] = param
+    return managed
+
+
+def _check_parameters(params: Mapping[str, nn.Parameter], device: torch.device) -> None:
+    owners: dict[int, str] = {}
+    for fqn, param in params.items():
+        if param.device.type != device.type:
+            raise UsageError(
+                f"parameter {fqn} is on {param.device}, training runs on {device}; "
+                f"move the model there, or build it there, before initialize"
+            )
+        if not param.numel():
+            continue
+        first = owners.setdefault(param.untyped_storage().data_ptr(), fqn)
+        if first != fqn:
+            raise UsageError(
+                f"parameters {first} and {fqn} are different objects over the same memory; tie them by using one "
+                f"Parameter object in both places"
+            )
+
+
+@torch.no_grad()
+def _broadcast_initial_values(model: nn.Module, managed: Mapping[str, nn.Parameter], group: Group) -> None:
+    if get_world_size(group) == 1:
+        return
+    for tensor in (*managed.values(), *model.buffers()):
+        if not tensor.numel():
+            continue
+        dense = tensor.detach().contiguous()
+        broadcast(dense, 0, group)
+        if dense.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(dense)
+
+
+def _grouping(config: Config) -> Grouping:
+    zero = config.zero_optimization
+    leaf = zero.leaf_module
+    return Grouping(
+        merge_numel=min(MERGE_NUMEL, zero.reduce_bucket_size),
+        leaf_classes=leaf.classes,
+        leaf_names=leaf.names,
+        leaf_suffixes=leaf.name_suffixes,
+    )
+
+
+def _autocast_wires(model: nn.Module, config: Config) -> dict[nn.Parameter, torch.dtype]:
+    """Under autocast, parameters of modules that compute in the lower dtype send their gradients in it too."""
+    autocast = config.torch_autocast
+    dtype = torch_dtype(autocast.dtype)
+    if not autocast.enabled or dtype is None or config.communication_data_type is not None:
+        return {}
+    names = set(autocast.lower_precision_safe_modules)
+    return {
+        param: dtype
+        for module in model.modules()
+        if any(name in names for name in _class_paths(type(module)))
+        for param in module.parameters(recurse=False)
+    }
+
+
+def _class_paths(kind: type) -> tuple[str, str]:
+    """A class as Python spells it, and torch.nn classes as users do."""
+    return f"{kind.__module__}.{kind.__qualname__}", f"torch.nn.{kind.__qualname__}" if (
+        kind.__module__.startswith("torch.nn.")
+    ) else ""
+
+
+def _persistent_groups(groups: Sequence[PlannedGroup], threshold: int, model_threshold: int) -> set[int]:
+    """Groups of nothing but small parameters: kept whole, as long as all such together stay under the model's limit."""
+    persistent: set[int] = set()
+    total = 0
+    for index, group in enumerate(groups):
+        is_small = all(param.numel() < threshold for _, param in group.params)
+        if is_small and total + group.numel <= model_threshold:
+            persistent.add(index)
+            total += group.numel
+    return persistent
+
+
+def _make_links(group: Group, device: torch.device, *, use_reduce_scatter: bool) -> GroupLinks:
+    rank, world_size = get_rank(group), get_world_size(group)
+    reduce = make_transport(group, device)
+    if not use_reduce_scatter:
+        reduce = AllReduceTransport(reduce, rank, world_size)
+    return GroupLinks(make_transport(group, device), reduce, rank, world_size)
+
+
+def _grad_scaling(config: Config, world_size: int) -> GradScaling:
+    """Where the division by the world size happens. By default before the sum: there it costs no pass over memory."""
+    if config.gradient_allreduce_op == "sum":
+        return GradScaling(pre=1.0, post=1.0)
+    factor = config.gradient_predivide_factor
+    if factor == 1.0 or config.prescale_gradients:
+        return GradScaling(pre=1.0 / world_size, post=1.0)
+    return GradScaling(pre=1.0 / factor, post=factor / world_size)
+
+
+def _group_dtypes(planned: PlannedGroup, precision: PrecisionPolicy) -> GroupDtypes:
+    storage, compute, master = precision.dtypes_of(planned.key.dtype)
+    accum = precision.grad_accum if precision.grad_accum and storage.is_floating_point else storage
+    wire = planned.key.wire or precision.wire or storage
+    return GroupDtypes(storage, compute, master, accum, wire if storage.is_floating_point else storage)
+

@@ -1,0 +1,187 @@
+"""Making groups whole in time: demands, prefetch under a live budget, and the agreement that keeps ranks in step.
+
+Ranks may use different modules, in different orders, a different number of times. A gather needs every rank, so before
+each one the ranks exchange what they are about to do (two integers each, on a group of their own). In a round
+- every group that any rank demands is gathered by all, in index order;
+- a prefetch happens if all ranks ask for the same one;
+- a rank at the end of its forward or backward says "idle", and stays until no rank asks for anything;
+- a rank at the step says "at step", and stays until all are there.
+No order of uses can therefore mispair two gathers or leave a rank waiting for a gather that its peers never join.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from fullspeed.comm import Agreement
+from fullspeed.sharding.group import FlatGroup
+from fullspeed.sharding.trace import UseTrace
+
+_IDLE = -1  # at the end of a forward or backward
+_AT_STEP = -2  # at the optimizer's step
+
+
+class LiveBudget(NamedTuple):
+    """Limits on whole parameters, in elements per rank."""
+
+    max_live_numel: int  # prefetch and keeping stop here; a demand alone may exceed it
+    max_reuse_distance: int  # keep a group whole if it is used again within this many elements of other groups
+    prefetch_numel: int  # elements gathered ahead of their use; 0 turns prefetch off
+
+
+class Gatherer:
+    """Owns which transient groups are whole. All methods but `use` and `release` may communicate."""
+
+    def __init__(
+        self,
+        groups: Sequence[FlatGroup],
+        budget: LiveBudget,
+        agreement: Agreement,
+        num_launched: Callable[[], int],
+    ) -> None:
+        self._groups = groups
+        self._budget = budget
+        self._agreement = agreement
+        self._num_launched = num_launched
+        self.num_launched_by_all = 0  # reductions of this pass that every rank is known to have started
+        self._codes: list[int] = []  # what every rank said in the last round
+        self._communicates = any(group.needs_gather for group in groups)
+        self._prefetched: set[int] = set()
+        self._recent: list[int] = []  # most recently used last; the last two are never evicted
+        self.trace = UseTrace([group.numel for group in groups])
+        self.live_numel = 0
+        self.peak_live_numel = 0
+        self._live_bytes = 0
+        self.peak_live_bytes = 0
+
+    # ------------------------------------------------------------------- use
+
+    def use(self, group: FlatGroup) -> None:
+        """Make the group whole for computing, and start fetching what the trace expects next."""
+        if not group.is_transient:
+            return
+        self._prefetched.discard(group.index)
+        self.trace.use(group.index)
+        self._recent = [index for index in self._recent if index != group.index][-1:] + [group.index]
+        if not group.is_whole:
+            self._make_whole(group)
+        self._prefetch()
+
+    def _make_whole(self, group: FlatGroup) -> None:
+        if not group.is_gathering:
+            self._make_room(group.numel)
+            if group.needs_gather:
+                self._round(self._demand_code(group))
+                assert group.is_gathering, "a demand is always honoured in its round"
+            else:
+                self._begin(group)
+        group.finish_unshard()
+
+    def _prefetch(self) -> None:
+        if self._budget.prefetch_numel <= 0:
+            return
+        ahead = sum(self._groups[index].numel for index in self._prefetched)
+        for index in self.trace.upcoming():
+            group = self._groups[index]
+            if group.is_whole or group.is_gathering or not group.needs_gather:
+                continue
+            too_far = bool(self._prefetched) and ahead + group.numel > self._budget.prefetch_numel
+            if too_far or self.live_numel + group.numel > self._budget.max_live_numel:
+                return
+            if index not in self._round(self._prefetch_code(group)):
+                return
+            self._prefetched.add(index)
+            ahead += group.numel
+
+    # --------------------------------------------------------------- release
+
+    def release(self, group: FlatGroup) -> None:
+        """Nobody computes with the group now: free it, unless it is used again soon and there is room."""
+        if group.users or group.held_by_backward or not group.is_transient or not group.is_whole:
+            return
+        distance = self.trace.reuse_distance(group.index)
+        if (
+            distance is not None
+            and distance <= self._budget.max_reuse_distance
+            and self.live_numel <= self._budget.max_live_numel
+        ):
+            return
+        self.free(group)
+
+    def free(self, group: FlatGroup) -> None:
+        """Free the group's whole values now."""
+        if group.is_transient and (group.is_whole or group.is_gathering):
+            if not group.is_whole:
+                group.finish_unshard()
+            group.reshard()
+            self._prefetched.discard(group.index)
+            self.live_numel -= group.numel
+            self._live_bytes -= group.live_nbytes
+
+    def free_idle(self) -> None:
+        """Free every group that nobody computes with."""
+        for group in self._groups:
+            if not group.users and not group.held_by_backward:
+                self.free(group)
+
+    def _make_room(self, numel: int) -> None:
+        """Free kept groups, least recently used first, until `numel` more elements fit the budget or none is left."""
+        for index in self._idle_by_age():
+            if self.live_numel + numel <= self._budget.max_live_numel:
+                return
+            self.free(self._groups[index])
+
+    def _idle_by_age(self) -> list[int]:
+        idle = [
+            group.index
+            for group in self._groups
+            if group.is_transient and group.is_whole and not group.users and group.index not in self._recent
+        ]
+        # Frozen groups have no last gradient to release them in backward, so the budget does.
+        return [index for index in idle if not self._groups[index].held_by_backward] + [
+            index for index in idle if self._groups[index].held_by_backward and not self._groups[index].is_trainable
+        ]
+
+    # ------------------------------------------------------------- agreement
+
+    @staticmethod
+    def _demand_code(group: FlatGroup) -> int:
+        return 2 * group.index + 1
+
+    @staticmethod
+    def _prefetch_code(group: FlatGroup) -> int:
+        return 2 * group.index
+
+    def _round(self, code: int) -> list[int]:
+        """One exchange; starts the gathers it settles on and returns their groups. Idle everywhere returns nothing."""
+        rows = self._agreement.exchange([code, self._num_launched()])
+        codes = [row[0] for row in rows]
+        self.num_launched_by_all = min(row[1] for row in rows)
+        self._codes = codes
+        settled = sorted({other // 2 for other in codes if other >= 0 and other % 2})
+        if not settled and codes[0] >= 0 and all(other == codes[0] for other in codes):
+            settled = [codes[0] // 2]
+        for index in settled:
+            self._begin(self._groups[index])
+        return settled
+
+    def _begin(self, group: FlatGroup) -> None:
+        if not group.is_whole and not group.is_gathering:
+            self.live_numel += group.numel
+            self.peak_live_numel = max(self.peak_live_numel, self.live_numel)
+            self._live_bytes += group.live_nbytes
+            self.peak_live_bytes = max(self.peak_live_bytes, self._live_bytes)
+        group.begin_unshard()
+
+    def drain(self, *, is_step: bool) -> None:
+        """Serve the other ranks' demands until no rank has any left (`is_step`: until every rank is at its step)."""
+        if not self._communicates:
+            return
+        while True:
+            for index in self._round(_AT_STEP if is_step else _IDLE):
+                group = self._groups[index]
+                group.finish_unshard()
+                self.release(group)
+            if max(self._codes) <= (_AT_STEP if is_step else _IDLE):
+                return

@@ -1,0 +1,404 @@
+"""One group of parameters that is gathered, reduced and published together, on one flat buffer.
+
+[Note: tensors of a group]  N = padded numel, n = N / world_size = this rank's shard
+
+| name    | shape    | dtype   | lives                | what it is                                                    |
+|---------|----------|---------|----------------------|---------------------------------------------------------------|
+| full    | (N,)     | compute | while computing      | what forward and backward read; the parameters are its views  |
+| store   | (N,)/(n,)| storage | always               | the resident values: whole, or this rank's shard              |
+| master  | (N,)/(n,)| master  | always               | what the optimizer updates; a view of `store` if dtypes agree |
+| local   | (N,)     | accum   | whole grads: always; | this rank's own gradients since the last reduction            |
+|         |          |         | sharded: per pass    |                                                               |
+| reduced | (N,)/(n,)| accum   | grads' share         | gradients averaged over ranks; a view of `local` when it can  |
+
+Where compute dtype = storage dtype and parameters are whole, `full` and `store` are one tensor and no verb copies
+anything. Otherwise `full` is freed by resizing its storage to zero and refilled in place, so that autograd's saved
+views of it stay valid (arXiv:1910.02054, section 5, for what is sharded when).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fullspeed.base.layout import FlatLayout, Piece
+from fullspeed.comm import Pending, Transport
+from fullspeed.sharding import placeholder
+from fullspeed.sharding.placement import Placement
+
+
+class GroupDtypes(NamedTuple):
+    """Dtypes of a group's tensors (see the note above)."""
+
+    storage: torch.dtype
+    compute: torch.dtype
+    master: torch.dtype
+    accum: torch.dtype
+    wire: torch.dtype  # gradients while they travel
+
+
+class GradScaling(NamedTuple):
+    """Factors that turn a sum over ranks into what the user asked for: `pre` before it travels, `post` after."""
+
+    pre: float
+    post: float
+
+
+@dataclass(frozen=True)
+class GroupLinks:
+    """How a group's buffers travel. Gathers and reductions use channels of their own, so neither waits for the other."""
+
+    gather: Transport
+    reduce: Transport
+    rank: int
+    world_size: int
+
+
+class FlatGroup:
+    """Parameters of one unit with one dtype, flat. Verbs: unshard, reshard, reduce_grads, publish."""
+
+    def __init__(
+        self,
+        index: int,
+        params: Sequence[tuple[str, nn.Parameter]],
+        placement: Placement,
+        dtypes: GroupDtypes,
+        links: GroupLinks,
+        scaling: GradScaling,
+    ) -> None:
+        self.index = index
+        self.fqns = [fqn for fqn, _ in params]
+        self.params = [param for _, param in params]
+        self.is_trainable = self.params[0].requires_grad
+        self.placement, self.dtypes, self.links, self.scaling = placement, dtypes, links, scaling
+        self.device = self.params[0].device
+        self.layout = FlatLayout([(fqn, tuple(p.shape)) for fqn, p in params], links.world_size)
+        self.numel = self.layout.padded_numel
+        self._own = slice(*self.layout.shard_range(links.rank))
+
+        self.users = 0  # scopes that are computing with the group right now
+        self.held_by_backward = False
+        self._gathering: Pending | None = None
+        self._wire: torch.Tensor | None = None  # gathered values on their way to a wider `full`
+        self._is_whole = True
+
+        self._build_values()
+        self.local: torch.Tensor | None = None
+        self.reduced: torch.Tensor | None = None
+        self._fresh = [True] * len(self.params)  # slot has nothing in `local` yet
+        self.has_local = False
+        self.touched = [False] * len(self.params)  # slot got a gradient since the last step, on this rank
+        self._reducing: Pending | None = None
+        self._incoming: torch.Tensor | None = None
+        if self.is_trainable and not placement.grads:
+            self.local = torch.zeros(self.numel, dtype=dtypes.accum, device=self.device)
+
+    # ------------------------------------------------------------------ values
+
+    def _build_values(self) -> None:
+        """Move the parameters into the flat buffers; afterwards they are views of `full`."""
+        dtypes = self.dtypes
+        self.full = torch.zeros(self.numel, dtype=dtypes.compute, device=self.device)
+        exact = self.full  # values before they are rounded to storage: what masters start from
+        if self.is_trainable and dtypes.master != dtypes.compute:
+            exact = torch.zeros(self.numel, dtype=dtypes.master, device=self.device)
+        for param, slot in zip(self.params, self.layout.slots, strict=True):
+            values = param.detach().reshape(-1)
+            exact[slot.offset : slot.end].copy_(values)
+            if exact is not self.full:
+                self.full[slot.offset : slot.end].copy_(values)
+            param.data = self.full[slot.offset : slot.end].view(slot.shape)
+        self.store = self._resident_store()
+        self.master: torch.Tensor | None = None
+        if self.is_trainable:
+            own = exact[self._own] if self.placement.optim else exact
+            same = dtypes.master == dtypes.storage
+            self.master = self._own_store() if same else own.to(dtypes.master, copy=True)
+        if self.is_transient:
+            self._full_nbytes = self.full.untyped_storage().nbytes()
+            self.reshard()
+
+    def _resident_store(self) -> torch.Tensor:
+        if not self.is_transient:
+            return self.full
+        source = self.full[self._own] if self.placement.params else self.full
+        return source.to(self.dtypes.storage, copy=True)
+
+    def _own_store(self) -> torch.Tensor:
+        """The part of `store` that this rank's optimizer owns: all of it when optimizer states are whole."""
+        if self.placement.params or not self.placement.optim:
+            return self.store
+        return self.store[self._own]
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether `full` exists only around its use."""
+        return self.placement.params or self.dtypes.compute != self.dtypes.storage
+
+    @property
+    def needs_gather(self) -> bool:
+        """Whether making the group whole takes communication."""
+        return self.placement.params
+
+    @property
+    def live_nbytes(self) -> int:
+        """Bytes of `full` while it exists."""
+        return self.numel * self.dtypes.compute.itemsize
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameters can be read now."""
+        return self._is_whole
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether a gather is under way."""
+        return self._gathering is not None
+
+    @torch.no_grad()
+    def begin_unshard(self) -> None:
+        """Start making the group whole. Collective when parameters are sharded; may be repeated on a whole group,
+        which then only serves its shard to the other ranks (the values it receives are those it has)."""
+        if self._gathering is not None:
+            self.finish_unshard()
+        if not self._is_whole:
+            self.full.untyped_storage().resize_(self._full_nbytes)
+        if not self.placement.params:
+            return
+        if self.dtypes.compute == self.dtypes.storage:
+            self._gathering = self.links.gather.all_gather(self.full, self.store)
+        else:
+            self._wire = torch.empty(self.numel, dtype=self.dtypes.storage, device=self.device)
+            self._gathering = self.links.gather.all_gather(self._wire, self.store)
+
+    @torch.no_grad()
+    def finish_unshard(self) -> None:
+        """Wait for the gather; afterwards the parameters can be read."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+            if self._wire is not None:
+                self.full.copy_(self._wire)
+                self._wire = None
+        elif not self.placement.params and self.is_transient and not self._is_whole:
+            self.full.copy_(self.store)
+        if not self._is_whole:
+            self._is_whole = True
+            for param in self.params:
+                placeholder.show(param)
+
+    def reshard(self) -> None:
+        """Free `full`. Does nothing when parameters stay whole in their compute dtype."""
+        if not self.is_transient or not self._is_whole:
+            return
+        if self._gathering is not None:
+            self.finish_unshard()
+        self._is_whole = False
+        for param in self.params:
+            placeholder.hide(param)
+        self.full.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def begin_publish(self) -> Pending | None:
+        """After the optimizer's step: bring the resident values up to date with `master`.
+
+        Returns a pending gather where whole parameters are updated shard by shard, else None (sharded parameters
+        are refilled by their next unshard).
+        """
+        assert self.master is not None
+        own = self._own_store()
+        if own.data_ptr() != self.master.data_ptr():
+            own.copy_(self.master)
+        assert not (self.is_transient and self._is_whole), "free stale values before publishing new ones"
+        for param in self.params:
+            # A graph kept across the step must fail its version check, as it does in plain torch.
+            torch.autograd.graph.increment_version(param)
+        if self.placement.optim and not self.placement.params:
+            return self.links.gather.all_gather(self.store, own)
+        return None
+
+    # --------------------------------------------------------------- gradients
+
+    @torch.no_grad()
+    def accumulate(self, slot: int, factor: float) -> None:
+        """Move `param.grad` of one slot into `local`, times `factor` and the scaling that precedes reduction."""
+        param = self.params[slot]
+        grad = param.grad
+        if grad is None:
+            return
+        self.begin_local()
+        assert self.local is not None
+        where = self.layout.slots[slot]
+        view = self.local[where.offset : where.end].view(where.shape)
+        if grad.data_ptr() == view.data_ptr() and grad.dtype == view.dtype and where.numel:
+            self._fresh[slot] = False  # autograd accumulated in place into the exposed gradient
+        else:
+            _accumulate(view, grad, factor * self.scaling.pre, self._fresh[slot])
+            self._fresh[slot] = False
+            param.grad = None
+        self.has_local = True
+        self.touched[slot] = True
+
+    def begin_local(self) -> None:
+        """Make room for this rank's own gradients; what was reduced before is kept apart."""
+        if self.has_local:
+            return
+        self.finish_reduce()
+        if self.placement.grads:
+            self.local = torch.empty(self.numel, dtype=self.dtypes.accum, device=self.device)
+        elif self.reduced is not None and self._aliases_local(self.reduced):
+            self.reduced = self.reduced.clone()
+
+    def _aliases_local(self, tensor: torch.Tensor) -> bool:
+        return self.local is not None and tensor.untyped_storage().data_ptr() == self.local.untyped_storage().data_ptr()
+
+    @torch.no_grad()
+    def begin_reduce(self) -> None:
+        """Start summing `local` over ranks. Collective: every rank must call it, with gradients or without."""
+        self.finish_reduce()
+        if not self.has_local and self.placement.grads:
+            self.local = torch.empty(self.numel, dtype=self.dtypes.accum, device=self.device)
+        elif not self.has_local:
+            self.begin_local()
+        local = self.local
+        assert local is not None
+        for slot, is_fresh in zip(self.layout.slots, self._fresh, strict=True):
+            if is_fresh:
+                local[slot.offset : slot.end].zero_()
+        for start, stop in self.layout.gaps():
+            local[start:stop].zero_()
+        wire = local if self.dtypes.wire == local.dtype else local.to(self.dtypes.wire)
+        if self.placement.optim:
+            self._incoming = self._reduction_target(local)
+            self._reducing = self.links.reduce.reduce_scatter(wire, self._incoming)
+        else:
+            self._incoming = wire
+            self._reducing = self.links.reduce.all_reduce(wire)
+        self.has_local = False
+        self._fresh = [True] * len(self.params)
+
+    def _reduction_target(self, local: torch.Tensor) -> torch.Tensor:
+        """Where the reduced shard lands: in place when nothing was reduced before, else in a tensor to be added."""
+        if self.reduced is not None:
+            return torch.empty(self.layout.shard_numel, dtype=self.dtypes.accum, device=self.device)
+        if not self.placement.grads:
+            return local[self._own]
+        return torch.empty(self.layout.shard_numel, dtype=self.dtypes.accum, device=self.device)
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether a reduction is under way."""
+        return self._reducing is not None
+
+    def advance_reduce(self) -> None:
+        """Wait for the phase of the reduction under way and start its next, if it has one."""
+        if self._reducing is not None:
+            self._reducing.advance()
+
+    @torch.no_grad()
+    def finish_reduce(self) -> None:
+        """Wait for the reduction under way and add its result to `reduced`. Does nothing when there is none."""
+        if self._reducing is None:
+            return
+        self._reducing.wait()
+        self._reducing = None
+        incoming, self._incoming = self._incoming, None
+        assert incoming is not None
+        if self.scaling.post != 1.0:
+            incoming.mul_(self.scaling.post)
+        if self.reduced is not None:
+            if incoming.data_ptr() != self.reduced.data_ptr():
+                self.reduced.add_(incoming)
+        elif incoming.dtype != self.dtypes.accum:
+            if self.local is not None and not self.placement.grads:
+                self.reduced = self.local.copy_(incoming)
+            else:
+                self.reduced = incoming.to(self.dtypes.accum)
+        else:
+            self.reduced = incoming
+        if self.placement.grads and not self.has_local:
+            self.local = None
+
+    def clear_grads(self) -> None:
+        """Forget all gradients; the buffers of whole gradients stay allocated."""
+        self.finish_reduce()
+        self.reduced = None
+        self.has_local = False
+        self._fresh = [True] * len(self.params)
+        self.touched = [False] * len(self.params)
+        if self.placement.grads:
+            self.local = None
+        for param in self.params:
+            param.grad = None
+
+    def expose_grads(self) -> None:
+        """Show whole reduced gradients as `param.grad`, as plain torch does until the step (only where they are whole)."""
+        if self.placement.optim or self.reduced is None:
+            return
+        for param, slot, touched in zip(self.params, self.layout.slots, self.touched, strict=True):
+            if touched and param.dtype == self.reduced.dtype and not placeholder.is_sharded(param):
+                param.grad = self.reduced[slot.offset : slot.end].view(slot.shape)
+
+    def adopt_exposed_grads(self) -> None:
+        """Take over gradients the user put in place of the exposed ones between backward and step."""
+        if self.placement.optim or self.reduced is None:
+            return
+        for index, (param, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
+            if not self.touched[index] or param.dtype != self.reduced.dtype or placeholder.is_sharded(param):
+                continue
+            view = self.reduced[slot.offset : slot.end].view(slot.shape)
+            if param.grad is None:
+                self.touched[index] = False
+            elif param.grad.data_ptr() != view.data_ptr():
+                view.copy_(param.grad)
+
+    # ------------------------------------------------------------------ lookup
+
+    def optimizer_pieces(self) -> list[Piece]:
+        """The pieces of the parameters that this rank's optimizer owns, offsets counted in `master`."""
+        if self.placement.optim:
+            return self.layout.pieces(self.links.rank)
+        return self.layout.pieces_between(0, self.numel)
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes this rank holds for the group's params, grads, master copies and live full values, by name."""
+        sizes = {"params": _nbytes(self.store), "grads": 0, "master": 0, "live": 0}
+        if self.master is not None and self.master.dtype != self.dtypes.storage:
+            sizes["master"] = _nbytes(self.master)
+        grads = [t for t in (self.local, self.reduced) if t is not None]
+        seen = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in grads}
+        sizes["grads"] = sum(seen.values())
+        if self.is_transient:
+            sizes["live"] = self.full.untyped_storage().nbytes()
+        return sizes
+
+    def release(self, restore: Callable[[FlatGroup], None]) -> None:
+        """Give the parameters back to their owner as ordinary whole tensors of their own."""
+        restore(self)
+        for param in self.params:
+            placeholder.disown(param)
+            param.data = param.detach().to(self.dtypes.storage, copy=True)
+            param.grad = None
+
+
+def _accumulate(view: torch.Tensor, grad: torch.Tensor, factor: float, is_fresh: bool) -> None:
+    """view (+)= factor * grad, in one pass over memory where dtypes agree."""
+    if grad.is_sparse:
+        grad = grad.to_dense()
+    if not is_fresh:
+        view.add_(grad, alpha=factor)
+    elif factor == 1.0:
+        view.copy_(grad)
+    elif grad.dtype == view.dtype:
+        torch.mul(grad, factor, out=view)
+    else:
+        view.copy_(grad)
+        view.mul_(factor)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,47 @@
+"""In which order groups are reduced: the same on every rank, whatever order gradients arrive in. Integers only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ReductionOrder:
+    """Launches reductions along one agreed order; a group that is ready early waits for its turn.
+
+    Ranks whose models take different branches get gradients in different orders; collectives must not. The end of a
+    pass launches what is left, so every pass reduces every group exactly once on every rank.
+
+    >>> order = ReductionOrder([2, 1, 0])
+    >>> order.ready(1), order.ready(2), order.remaining()
+    ([], [2, 1], [0])
+    """
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self.order = list(order)
+        self._position = {group: position for position, group in enumerate(self.order)}
+        self._ready: set[int] = set()
+        self.num_launched = 0
+
+    def begin_pass(self) -> None:
+        """Nothing is ready, nothing launched."""
+        self._ready.clear()
+        self.num_launched = 0
+
+    def is_launched(self, group: int) -> bool:
+        """Whether `group` was launched in this pass."""
+        return self._position[group] < self.num_launched
+
+    def ready(self, group: int) -> list[int]:
+        """Note that `group` has all its gradients; returns the groups whose turn has come, in order."""
+        self._ready.add(group)
+        launched = []
+        while self.num_launched < len(self.order) and self.order[self.num_launched] in self._ready:
+            launched.append(self.order[self.num_launched])
+            self.num_launched += 1
+        return launched
+
+    def remaining(self) -> list[int]:
+        """Every group not launched yet, in order; they count as launched now."""
+        left = self.order[self.num_launched :]
+        self.num_launched = len(self.order)
+        return left

@@ -1,0 +1,156 @@
+"""Which modules are units and which parameters share a flat buffer. Reads modules, allocates nothing.
+
+A unit is a module whose parameters are needed at the same time: a transformer block, an embedding, a head. Units come
+from, in this order: leaf modules the user declared; the classes a Hugging Face model lists in `_no_split_modules`; the
+members of every `ModuleList` and `Sequential`; and each remaining module that owns parameters itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+# Consecutive units smaller than this are gathered and reduced together: below it a message is all latency.
+MERGE_NUMEL = 1 << 18
+
+
+class Grouping(NamedTuple):
+    """Overrides of the automatic grouping."""
+
+    merge_numel: int = MERGE_NUMEL  # elements up to which consecutive small units share a group
+    leaf_classes: Collection[str] = ()  # class names, or qualified names, of modules gathered as one
+    leaf_names: Collection[str] = ()  # fully qualified names of modules gathered as one
+    leaf_suffixes: Collection[str] = ()  # endings of names of modules gathered as one
+
+
+class GroupKey(NamedTuple):
+    """Parameters share a buffer only if they agree on all of this."""
+
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    wire: torch.dtype | None
+
+
+@dataclass
+class PlannedGroup:
+    """The parameters of one group to be, by first name."""
+
+    key: GroupKey
+    params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all its parameters."""
+        return sum(param.numel() for _, param in self.params)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Groups in registration order, and the units in module order."""
+
+    groups: list[PlannedGroup]
+    units: list[nn.Module]
+
+
+def make_plan(
+    root: nn.Module,
+    managed: Collection[nn.Parameter],
+    grouping: Grouping,
+    wires: dict[nn.Parameter, torch.dtype] | None = None,
+) -> Plan:
+    """Divide parameters of `root` into units and groups.
+
+    Args:
+        root: the model. A parameter with several names, or a module reached by several paths, is planned once.
+        managed: the parameters to plan; others are left alone.
+        grouping: overrides.
+        wires: reduction dtype of single parameters, where it differs from their group's default.
+
+    Returns:
+        Every managed parameter in exactly one group; parameters that differ in dtype, device, `requires_grad` or
+        reduction dtype are never in the same one.
+    """
+    names = {param: fqn for fqn, param in root.named_parameters()}
+    units = list(_units(root, grouping))
+    unclaimed = set(managed)
+    groups: list[PlannedGroup] = []
+    open_groups: dict[GroupKey, PlannedGroup] = {}
+    for unit in [*units, root]:
+        of_unit: dict[GroupKey, PlannedGroup] = {}
+        for param in unit.parameters():
+            if param not in unclaimed:
+                continue
+            unclaimed.remove(param)
+            key = GroupKey(param.dtype, param.device, param.requires_grad, (wires or {}).get(param))
+            of_unit.setdefault(key, PlannedGroup(key)).params.append((names[param], param))
+        for key, group in of_unit.items():
+            previous = open_groups.get(key)
+            if previous is not None and previous.numel + group.numel <= grouping.merge_numel:
+                previous.params.extend(group.params)
+            else:
+                groups.append(group)
+                open_groups[key] = group
+    return Plan(groups, units)
+
+
+def _units(root: nn.Module, grouping: Grouping) -> Iterator[nn.Module]:
+    """Outermost unit modules, in registration order; modules with parameters of their own outside them follow suit."""
+    block_classes = _block_classes(root)
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, name: str, *, is_member: bool) -> Iterator[nn.Module]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        has_own = any(True for _ in module.parameters(recurse=False))
+        is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        if module is not root and (
+            _is_leaf(module, name, grouping)
+            or type(module).__name__ in block_classes
+            or (is_member and not is_container and not block_classes)
+        ):
+            if any(True for _ in module.parameters()):
+                seen.update(id(inner) for inner in module.modules())
+                yield module
+            return
+        if has_own and module is not root:
+            yield from (inner for inner in [module] if not any(True for _ in module.children()))
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            yield from walk(child, path, is_member=is_container)
+
+    yield from walk(root, "", is_member=False)
+
+
+def _block_classes(root: nn.Module) -> set[str]:
+    """Class names a Hugging Face model declares as its blocks, as far as the model contains any."""
+    declared: set[str] = set()
+    for module in root.modules():
+        listed = getattr(module, "_no_split_modules", None)
+        if isinstance(listed, Collection) and not isinstance(listed, str):
+            declared.update(str(name) for name in listed)
+    present = {type(module).__name__ for module in root.modules()}
+    return declared & present
+
+
+def _is_leaf(module: nn.Module, name: str, grouping: Grouping) -> bool:
+    kind = type(module)
+    qualified = f"{kind.__module__}.{kind.__qualname__}"
+    return (
+        kind.__name__ in grouping.leaf_classes
+        or qualified in grouping.leaf_classes
+        or name in grouping.leaf_names
+        or any(name.endswith(suffix) for suffix in grouping.leaf_suffixes)
+    )
+
+
+def scope_groups(
+    module: nn.Module, group_of: dict[nn.Parameter, int], *, recurse: bool
+) -> Sequence[int]:
+    """Indices of the groups that hold any parameter of `module` (of its whole subtree when `recurse`)."""
+    return sorted({group_of[param] for param in module.parameters(recurse=recurse) if param in group_of})

@@ -1,0 +1,429 @@
+"""Hooks that turn a model's forwards and backwards into the groups' verbs. Knows no stage number.
+
+Life of a pass
+1. A scope (a unit, or a module that owns parameters) is entered: its groups are made whole (`Gatherer.use`).
+2. It is left: groups nobody else uses are released; its outputs will ask for them again when their gradient comes.
+3. Backward reaches an output, or unpacks a saved view: the group is made whole and held until its last gradient.
+4. A gradient arrives: it moves into the group's flat buffer; with the last one the group's reduction starts, in the
+   agreed order, while backward goes on.
+5. Backward ends: remaining reductions are started, all are waited for, everything is released.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullspeed.base.errors import UsageError
+from fullspeed.comm import Agreement
+from fullspeed.sharding import placeholder
+from fullspeed.sharding.gatherer import Gatherer, LiveBudget
+from fullspeed.sharding.group import FlatGroup
+from fullspeed.sharding.order import ReductionOrder
+from fullspeed.sharding.outputs import tensors_in
+from fullspeed.sharding.plan import scope_groups
+
+_NO_PASS = -2
+
+
+class ReductionPolicy:
+    """When gradients are reduced.
+
+    Attributes:
+        is_boundary: the coming backward is the last before a step; set by the engine.
+        each_backward: reduce in every backward (gradients are sharded), not only in the last.
+        overlap: start a group's reduction as soon as its last gradient is there.
+        max_in_flight_numel: elements of gradient being reduced at once; the oldest is waited for beyond it.
+    """
+
+    def __init__(self, *, overlap: bool, max_in_flight_numel: int, each_backward: bool) -> None:
+        self.is_boundary = True
+        self.each_backward = each_backward
+        self.overlap = overlap
+        self.max_in_flight_numel = max_in_flight_numel
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether the backward that runs now reduces."""
+        return self.is_boundary or self.each_backward
+
+
+class ShardingRuntime:
+    """Owns the groups of one model and the hooks on its modules and parameters."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        groups: Sequence[FlatGroup],
+        units: Sequence[nn.Module],
+        budget: LiveBudget,
+        policy: ReductionPolicy,
+        agreement: Agreement,
+    ) -> None:
+        self.root = root
+        self.groups = list(groups)
+        self.trainable = [group for group in groups if group.is_trainable]
+        self.policy = policy
+        self._agreement = agreement
+        self.device = groups[0].device if groups else torch.device("cpu")
+        self.watch_nonfinite = False  # note the first parameter whose gradient arrives inf or nan
+        self.first_nonfinite: str | None = None
+        self.slot_of = {
+            param: (group, slot) for group in groups for slot, param in enumerate(group.params)
+        }  # parameter -> where it lives
+        self.order = ReductionOrder([group.index for group in reversed(self.trainable)])
+        self._order_is_learned = False
+        self.gatherer = Gatherer(groups, budget, agreement, lambda: self.order.num_launched)
+        self._in_flight: list[FlatGroup] = []
+        self._fired = dict.fromkeys((group.index for group in self.trainable), 0)
+        self._expected = dict.fromkeys(self._fired, 0)  # gradients per pass, learned; 0 means unknown
+        self._last_fired: dict[int, int] = {}  # group -> when its last gradient of a pass came
+        self._clock = itertools.count()
+        self._depth = 0
+        self._borrowed: list[FlatGroup] = []  # groups used outside their own modules, until the outermost scope ends
+        self._pass_id = _NO_PASS
+        self._factor = 1.0
+        self.default_factor = 1.0  # scale of gradients in a backward the engine did not start
+        self.on_plain_backward: Callable[[], None] = lambda: None
+        self._saved_hooks: Any = None
+        self._group_of_storage: dict[int, FlatGroup] = {
+            group.full.untyped_storage()._cdata: group for group in groups if group.is_transient
+        }
+        self._handles: list[Any] = []
+        self._hook_modules(units)
+        self._hook_parameters()
+
+    # ------------------------------------------------------------------ hooks
+
+    def _hook_modules(self, units: Sequence[nn.Module]) -> None:
+        index_of = {param: group.index for group in self.groups for param in group.params}
+        unit_ids = {id(unit) for unit in units}
+        for module in self.root.modules():
+            recurse = id(module) in unit_ids
+            needed = [self.groups[i] for i in scope_groups(module, index_of, recurse=recurse)]
+            needed = [group for group in needed if group.is_transient]
+            if needed or module is self.root:
+                pre = module.register_forward_pre_hook(partial(self._enter, needed), prepend=True)
+                post = module.register_forward_hook(partial(self._leave, needed), always_call=True)
+                self._handles += [pre, post]
+
+    def _hook_parameters(self) -> None:
+        for param, (group, slot) in self.slot_of.items():
+            placeholder.adopt(param, self._resolve)
+            if group.is_trainable:
+                self._handles.append(param.register_hook(partial(self._scale_into_exposed, param)))
+                hook = partial(self._on_grad, group, slot)
+                self._handles.append(param.register_post_accumulate_grad_hook(hook))
+
+    def _enter(self, needed: Sequence[FlatGroup], module: nn.Module, args: Any) -> None:
+        if self._depth == 0:
+            self._begin_outermost()
+        self._depth += 1
+        for group in needed:
+            group.users += 1
+            if not group.is_whole or (group.users == 1 and not group.held_by_backward):
+                self.gatherer.use(group)
+
+    def _leave(self, needed: Sequence[FlatGroup], module: nn.Module, args: Any, output: Any) -> None:
+        self._depth -= 1
+        is_outermost = self._depth == 0
+        for group in needed:
+            group.users -= 1
+        if torch.is_grad_enabled():
+            wanted = [group for group in needed if not group.users]
+            if wanted or is_outermost:
+                borrowed = list(self._borrowed) if is_outermost else []
+                for tensor in tensors_in(output):
+                    if tensor.requires_grad:
+                        tensor.register_hook(partial(self._on_output_grad, [*wanted, *borrowed]))
+        for group in needed:
+            self._release_after_forward(group)
+        if is_outermost:
+            self._end_outermost()
+
+    def _begin_outermost(self) -> None:
+        if _graph_task() != -1:
+            return  # a checkpoint recomputes; its own hooks on saved tensors must stay on top
+        self.abandon_pass()
+        if self._group_of_storage and not _has_saved_tensor_hooks():
+            self._saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            self._saved_hooks.__enter__()
+
+    def _end_outermost(self) -> None:
+        if self._saved_hooks is not None:
+            self._saved_hooks.__exit__(None, None, None)
+            self._saved_hooks = None
+        borrowed, self._borrowed = self._borrowed, []
+        for group in borrowed:
+            group.users -= 1
+            self._release_after_forward(group)
+        if _graph_task() == -1:
+            self.gatherer.drain(is_step=False)
+            if not torch.is_grad_enabled():
+                self.gatherer.free_idle()
+                self.gatherer.trace.end_pass()
+
+    def _release_after_forward(self, group: FlatGroup) -> None:
+        """Release, unless a backward is recomputing this forward and will need the values at once."""
+        if group.users or group.held_by_backward:
+            return
+        if _graph_task() != -1 and torch.is_grad_enabled():
+            group.held_by_backward = True
+        else:
+            self.gatherer.release(group)
+
+    def _resolve(self, params: list[nn.Parameter]) -> None:
+        """A sharded parameter is used outside the modules that own it: gather it, or say why that cannot be."""
+        groups = {id(self.slot_of[param][0]): self.slot_of[param][0] for param in params}
+        if self._depth == 0 and self._pass_id == _NO_PASS:
+            names = ", ".join(self.name_of(param) for param in params)
+            raise UsageError(
+                f"parameter {names} is sharded over ranks and its values are not here now; use it inside the model's "
+                f"forward, read it with safe_get_full_fp32_param, or save with save_checkpoint"
+            )
+        for group in groups.values():
+            if self._depth == 0:
+                self._need([group])
+            else:
+                if group not in self._borrowed:
+                    self._borrowed.append(group)
+                    group.users += 1
+                self.gatherer.use(group)
+
+    def name_of(self, param: nn.Parameter) -> str:
+        """Fully qualified name of a parameter of this model."""
+        group, slot = self.slot_of[param]
+        return group.fqns[slot]
+
+    # --------------------------------------------------------------- backward
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple[FlatGroup, torch.Tensor]:
+        group = self._group_of_storage.get(tensor.untyped_storage()._cdata)
+        return tensor if group is None else (group, tensor)
+
+    def _unpack(self, packed: torch.Tensor | tuple[FlatGroup, torch.Tensor]) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        group, tensor = packed
+        self._need([group])
+        return tensor
+
+    def _on_output_grad(self, groups: Sequence[FlatGroup], grad: torch.Tensor) -> None:
+        self._begin_pass()
+        self._need(groups)
+
+    def _need(self, groups: Iterable[FlatGroup]) -> None:
+        for group in groups:
+            if not group.is_transient:
+                continue
+            if not group.held_by_backward:
+                group.held_by_backward = True
+                if not group.users:
+                    self.gatherer.use(group)
+            elif not group.is_whole:
+                self.gatherer.use(group)
+
+    @contextmanager
+    def backward_pass(self, factor: float) -> Iterator[None]:
+        """A backward started by the engine: gradients count `factor` times; ends with everything reduced."""
+        self.abandon_pass()
+        self._open_pass(id(self), factor)
+        yield
+        self._end_pass()
+
+    def _begin_pass(self) -> None:
+        """Called by the first hook of a backward the user started with `loss.backward()`."""
+        if self._pass_id != _NO_PASS:
+            return
+        self.on_plain_backward()
+        self._open_pass(_graph_task(), self.default_factor)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+
+    def _open_pass(self, pass_id: int, factor: float) -> None:
+        self._pass_id, self._factor = pass_id, factor
+        self.order.begin_pass()
+        self.gatherer.num_launched_by_all = 0
+        self._fired = dict.fromkeys(self._fired, 0)
+
+    def abandon_pass(self) -> None:
+        """Close a pass that an exception left open; gradients that arrived stay, reductions under way are finished."""
+        if self._pass_id == _NO_PASS:
+            return
+        self._pass_id = _NO_PASS
+        self._finish_in_flight()
+        self._release_backward()
+
+    def _scale_into_exposed(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor | None:
+        """Before autograd adds into a gradient that is exposed as `param.grad`, scale what it adds as we would."""
+        if param.grad is None:
+            return None
+        group, _ = self.slot_of[param]
+        factor = self._pass_factor() * group.scaling.pre
+        return None if factor == 1.0 else grad * factor
+
+    def _pass_factor(self) -> float:
+        return self._factor if self._pass_id != _NO_PASS else self.default_factor
+
+    def _on_grad(self, group: FlatGroup, slot: int, param: torch.Tensor) -> None:
+        if self.watch_nonfinite and self.first_nonfinite is None and param.grad is not None:
+            if not torch.isfinite(param.grad).all():
+                self.first_nonfinite = group.fqns[slot]
+        group.accumulate(slot, self._pass_factor())
+        if self._pass_id == _NO_PASS:
+            return  # a backward that touched no module of ours; the step reduces what it left
+        self._fired[group.index] += 1
+        self._last_fired[group.index] = next(self._clock)
+        if self._fired[group.index] != self._expected[group.index]:
+            return
+        launched = self.order.ready(group.index)
+        if self.policy.in_backward and self.policy.overlap:
+            for index in launched:
+                self._launch(self.groups[index])
+        if group.is_transient and not group.users:
+            group.held_by_backward = False
+            self.gatherer.release(group)
+
+    def _launch(self, group: FlatGroup) -> None:
+        self._in_flight.append(group)
+        group.begin_reduce()
+        in_flight = sum(g.numel for g in self._in_flight)
+        # A reduction may only be waited for in mid-backward if no rank can be waiting for us to gather first.
+        safe = self.order.num_launched
+        if any(g.needs_gather for g in self.groups):
+            safe = min(safe, self.gatherer.num_launched_by_all)
+        while self._in_flight and (in_flight > self.policy.max_in_flight_numel or len(self._in_flight) > 2):
+            oldest = self._in_flight[0]
+            if self.order.order.index(oldest.index) >= safe:
+                return
+            self._in_flight.pop(0)
+            in_flight -= oldest.numel
+            self._settle(oldest)
+
+    def _settle(self, group: FlatGroup) -> None:
+        """Bound what a reduction in flight holds: finish it where gradients are sharded, else start its last phase."""
+        if group.placement.optim:
+            group.finish_reduce()
+        else:
+            group.advance_reduce()
+
+    def _finish_in_flight(self) -> None:
+        self._in_flight.clear()
+        for group in self.trainable:
+            group.finish_reduce()
+
+    def _end_pass(self) -> None:
+        """Backward is over: reduce what is left, wait for all, release everything, learn this pass's order."""
+        if self._pass_id == _NO_PASS:
+            return
+        if self.policy.in_backward:
+            self._reduce_remaining()
+        self._pass_id = _NO_PASS
+        self._expected = dict(self._fired)
+        self._release_backward()
+        self.gatherer.drain(is_step=False)
+        if self.policy.in_backward:
+            for group in self.trainable:
+                group.advance_reduce()
+            self._finish_in_flight()
+            self._learn_order()
+            for group in self.trainable:
+                group.expose_grads()
+
+    def _reduce_remaining(self) -> None:
+        overlap = self.policy.overlap
+        launched_early = set(self.order.order[: self.order.num_launched]) if overlap else set()
+        self.order.remaining()
+        for index in self.order.order:
+            if index not in launched_early:
+                self._launch(self.groups[index])
+
+    def _release_backward(self) -> None:
+        for group in self.groups:
+            group.held_by_backward = False
+        self.gatherer.free_idle()
+        self.gatherer.trace.end_pass()
+
+    def _learn_order(self) -> None:
+        """After the first pass, reduce in the order in which rank 0 completed its groups."""
+        if self._order_is_learned:
+            return
+        self._order_is_learned = True
+        never = len(self._last_fired)
+        mine = sorted(self.order.order, key=lambda index: self._last_fired.get(index, next(self._clock) + never))
+        self.order = ReductionOrder(self._agreement.exchange(mine)[0])
+
+    # ------------------------------------------------------------------- step
+
+    def finish_reduction(self) -> dict[nn.Parameter, bool]:
+        """Reduce whatever no pass has reduced. Returns, for every trainable parameter, whether any rank's gradient
+        reached it since the last step. Collective."""
+        self.abandon_pass()
+        self.gatherer.drain(is_step=True)
+        flags = self._agreement.maximum(self._flags())
+        while flags[0]:
+            for index in self.order.order:
+                self.groups[index].begin_reduce()
+            self._finish_in_flight()
+            flags[0] = int(self._agreement.maximum(torch.tensor([self._has_local()], dtype=torch.uint8))[0])
+        touched = iter(flags[1:].tolist())
+        return {param: bool(next(touched)) for group in self.trainable for param in group.params}
+
+    def _has_local(self) -> int:
+        return int(any(group.has_local for group in self.trainable))
+
+    def _flags(self) -> torch.Tensor:
+        flags = [self._has_local()]
+        for group in self.trainable:
+            group.adopt_exposed_grads()
+            flags.extend(int(touched) for touched in group.touched)
+        return torch.tensor(flags, dtype=torch.uint8)
+
+    def publish(self) -> None:
+        """After the step: every rank sees the new values."""
+        self.gatherer.free_idle()
+        pending = [group.begin_publish() for group in self.trainable]
+        for gather in pending:
+            if gather is not None:
+                gather.wait()
+
+    def clear_grads(self) -> None:
+        """Forget all gradients."""
+        self.abandon_pass()
+        for group in self.trainable:
+            group.clear_grads()
+
+    def destroy(self) -> None:
+        """Remove every hook and give the model its parameters back, whole. Collective; may be called twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if not self.groups:
+            return
+        self.clear_grads()
+        self.gatherer.free_idle()
+        for group in self.groups:
+            group.release(self._restore)
+        self.groups, self.trainable, self.slot_of = [], [], {}
+        self._group_of_storage = {}
+        self.on_plain_backward = lambda: None
+
+    def _restore(self, group: FlatGroup) -> None:
+        if group.is_transient:
+            group.begin_unshard()
+            group.finish_unshard()
+
+
+def _has_saved_tensor_hooks() -> bool:
+    """Whether somebody, a checkpoint for one, already listens to saved tensors; only the top listener is called."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def _graph_task() -> int:
+    """Identity of the backward that is running in this thread; -1 when none is."""
+    return int(torch._C._current_graph_task_id())

@@ -1,0 +1,30 @@
+"""Settings every test shares: one CPU thread per process, no launcher's identity leaking in."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import pytest
+
+SOURCES = pathlib.Path(__file__).parents[1] / "src"
+IDENTITY = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Child processes find the package as this process does, installed or not.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SOURCES), os.environ.get("PYTHONPATH")]))
+
+
+@pytest.fixture(autouse=True)
+def _no_foreign_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests decide who they are; a pytest started inside a job must not inherit that job's rank."""
+    for name in IDENTITY:
+        monkeypatch.delenv(name, raising=False)
