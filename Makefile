@@ -24,10 +24,11 @@ help:
 	@echo "make clean    remove caches and .venv"
 
 $(READY): pyproject.toml requirements-dev.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
-	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
-	touch $@
+	@echo "installing the development environment into $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --no-compile -r requirements-dev.txt
+	@$(BIN)/python -m pip install -qq --no-build-isolation --no-deps --editable .
+	@touch $@
 
 demo: $(READY)
 	$(BIN)/fullspeed --num_gpus 2 examples/train_gpt.py --deepspeed --deepspeed_config examples/ds_config.json

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # Sizes are elements unless the name says otherwise.
-MODEL = {
+MODEL: dict[str, Any] = {
     "num_hidden_layers": 6,
     "hidden_size": 512,
     "intermediate_size": 1536,
@@ -21,7 +21,7 @@ MODEL = {
 }
 SEQUENCE_TOKENS = 256
 MICRO_BATCH = 2
-ADAMW = {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01}
+ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01}
 
 # The `zero_optimization` section that FullSpeed and DeepSpeed get alike.
 ZERO: dict[int, dict[str, Any]] = {

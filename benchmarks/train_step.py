@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
@@ -57,6 +58,8 @@ def run_worker(system: str, num_warmup: int, num_steps: int) -> None:
         deepspeed.init_distributed(dist_backend="gloo")
     else:
         dist.init_process_group("gloo")
+    import_module("transformers.models.llama.modeling_llama")  # their code is no part of what training holds
+    import_module("torch._dynamo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     before_bytes = resident_bytes("VmRSS")
     trainer = make_trainer(system)
@@ -233,8 +236,8 @@ def loss_verdict(runs: Runs, tolerance: float = 1e-4) -> tuple[bool, str]:
     low, high = min(losses, key=losses.__getitem__), max(losses, key=losses.__getitem__)
     gap = losses[high] - losses[low]
     is_equal = gap <= tolerance
-    verdict = f"Final fp32 losses {'agree' if is_equal else 'DISAGREE'}"
-    return is_equal, f"{verdict}: {low} and {high} are {gap:.1e} apart (allowed {tolerance:.0e})."
+    verdict = f"Final fp32 losses of {len(losses)} systems {'agree' if is_equal else 'DISAGREE'}"
+    return is_equal, f"{verdict}: {gap:.1e} from {low} up to {high} (allowed {tolerance:.0e})."
 
 
 def describe_machine() -> dict[str, Any]:
@@ -280,9 +283,7 @@ def chosen_systems(options: argparse.Namespace) -> list[str]:
     known = {*FULLSPEED, *TORCH, *DEEPSPEED, "alone"}
     unknown = [system for system in systems if system.removesuffix("@bf16") not in known]
     if unknown:
-        sys.exit(
-            f"unknown system {', '.join(unknown)}; choose from {', '.join(sorted(known))}, or with @bf16"
-        )
+        sys.exit(f"unknown system {', '.join(unknown)}; choose from {', '.join(sorted(known))}, or with @bf16")
     if options.deepspeed_python is None and any(system.startswith("deepspeed") for system in systems):
         print("DeepSpeed is left out: give --deepspeed-python PATH (see benchmarks/README.md).")
         systems = [system for system in systems if not system.startswith("deepspeed")]

@@ -31,15 +31,11 @@ def load_source_text(folder: Path | None = None) -> Split:
     root = folder or Path(sysconfig.get_paths()["stdlib"])
     files = sorted(file for file in root.rglob("*.py") if NOT_SOURCE.isdisjoint(file.relative_to(root).parts))
     if len(files) < VALIDATION_EVERY:
-        raise FileNotFoundError(
-            f"{root} has {len(files)} Python files; at least {VALIDATION_EVERY} are needed"
-        )
+        raise FileNotFoundError(f"{root} has {len(files)} Python files; at least {VALIDATION_EVERY} are needed")
     sides: tuple[list[bytes], list[bytes]] = ([], [])
     for index, file in enumerate(files):
         sides[index % VALIDATION_EVERY == 0].append(file.read_bytes())
-    return Split(
-        *(torch.from_numpy(np.frombuffer(b"".join(side), np.uint8).astype(np.int64)) for side in sides)
-    )
+    return Split(*(torch.from_numpy(np.frombuffer(b"".join(side), np.uint8).astype(np.int64)) for side in sides))
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):

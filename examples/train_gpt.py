@@ -34,25 +34,18 @@ HERE = Path(__file__).parent
 SEQUENCE_BYTES = 128
 VALIDATION_WINDOWS = 128
 VALIDATION_BATCH = 8
+LOG_EVERY_STEPS = 50
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line, with the library's own arguments beside ours."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps in the whole run")
-    parser.add_argument(
-        "--data-dir", type=Path, help="train on the *.py files here instead of the standard library"
-    )
+    parser.add_argument("--data-dir", type=Path, help="train on the *.py files here instead of the standard library")
     parser.add_argument("--output-dir", type=Path, default=Path("build/gpt"), help="where checkpoints go")
-    parser.add_argument(
-        "--resume", action="store_true", help="go on from the newest checkpoint in --output-dir"
-    )
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --output-dir")
     parser.add_argument("--sample-bytes", type=int, default=160, help="length of the text written at the end")
-    parser.add_argument(
-        "--local_rank", type=int, default=-1, help="set by launchers; the environment says the same"
-    )
+    parser.add_argument("--local_rank", type=int, default=-1, help="set by launchers; the environment says the same")
     parser = fullspeed.add_config_arguments(parser)
     return parser.parse_args()
 
@@ -131,7 +124,7 @@ def make_progress(console: Console) -> Progress:
 def held_mb(engine: Any) -> float:
     """Megabytes of parameters, gradients and optimizer state that this rank keeps between steps."""
     held = engine.memory_bytes()
-    return sum(held[kind] for kind in ("params", "grads", "master", "optimizer")) / 1e6
+    return float(sum(held[kind] for kind in ("params", "grads", "master", "optimizer"))) / 1e6
 
 
 def train(engine: Any, loader: Any, first_step: int, options: argparse.Namespace, console: Console) -> None:
@@ -170,10 +163,10 @@ def train(engine: Any, loader: Any, first_step: int, options: argparse.Namespace
                 held_mb=held_mb(engine),
             )
             last = now
+            if not console.is_terminal and step % LOG_EVERY_STEPS == 0:  # a log file shows no moving bar
+                console.print(f"step {step}, loss {smooth_loss:.3f}")
             if step in (halfway, options.steps):
-                engine.save_checkpoint(
-                    str(options.output_dir), tag=f"step{step}", client_state={"step": step}
-                )
+                engine.save_checkpoint(str(options.output_dir), tag=f"step{step}", client_state={"step": step})
                 console.print(f"saved {options.output_dir / f'step{step}'}, loss {smooth_loss:.3f}")
                 last = time.perf_counter()
 
@@ -194,9 +187,7 @@ def main() -> None:
     text = load_source_text(options.data_dir)
     tokens, targets = spread_windows(text.validation, SEQUENCE_BYTES, VALIDATION_WINDOWS)
     data, config = Windows(text.train, SEQUENCE_BYTES), load_config(options)
-    console.print(
-        f"{text.train.numel():,} bytes to train on, {text.validation.numel():,} of other files to test on"
-    )
+    console.print(f"{text.train.numel():,} bytes to train on, {text.validation.numel():,} held out")
 
     engine, loader = build_engine(config, data, seed=0)
     first_step = 0
@@ -217,9 +208,7 @@ def main() -> None:
     console.print(f"rank 0 held: {account}")
     engine.destroy()
 
-    engine, _ = build_engine(
-        config, data, seed=1
-    )  # other weights, so that what agrees came from the checkpoint
+    engine, _ = build_engine(config, data, seed=1)  # other weights, so that what agrees came from the checkpoint
     path, _ = engine.load_checkpoint(str(options.output_dir))
     again = validate(engine, tokens, targets)
     console.print(f"a new engine that loads {path}: {in_bits(again)}, {abs(again - loss):.1e} apart")

@@ -6,6 +6,7 @@ import os
 import pathlib
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 SOURCES = pathlib.Path(__file__).parents[1] / "src"
 IDENTITY = (
@@ -21,6 +22,10 @@ IDENTITY = (
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Child processes find the package as this process does, installed or not.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SOURCES), os.environ.get("PYTHONPATH")]))
+
+# Busy machines are slow, which is no fault of the code. Same examples every run: a red run can be repeated.
+settings.register_profile("fullspeed", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("fullspeed")
 
 
 @pytest.fixture(autouse=True)

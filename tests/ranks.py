@@ -33,18 +33,6 @@ from typing import Any, NamedTuple
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-PRELOAD = (
-    "pytest",
-    "torch",
-    "torch._dynamo",
-    "torch.distributed",
-    "torch.distributed.tensor",
-    "torch.distributed.fsdp",
-    "fullspeed",
-    "fullspeed.comm",
-    "fullspeed.engine.engine",
-    "tests.ranks",
-)
 ORPHAN_GRACE_S = 15.0  # a rank whose parent vanished ends itself this long after the time limit
 
 
@@ -109,9 +97,7 @@ def ranks(*world_sizes: int, timeout_s: float = 60.0) -> Callable[[Callable[...,
     return decorate
 
 
-def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0, **kwargs: Any
-) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> list[Any]:
     """Call `fn(rank, world_size, *args, **kwargs)` in `world_size` ranks; returns their values in rank order.
 
     Raises RankError for the first rank that raises, dies or is not finished after `timeout_s`.
@@ -121,9 +107,7 @@ def run_ranks(
     _start_server()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         env = dict(os.environ)
-        crew = _Crew(
-            _Job(body, rank, world_size, arguments, env, folder, timeout_s) for rank in range(world_size)
-        )
+        crew = _Crew(_Job(body, rank, world_size, arguments, env, folder, timeout_s) for rank in range(world_size))
         try:
             return [pickle.loads(value) for value in crew.gather(timeout_s)]
         finally:
@@ -140,7 +124,7 @@ def _find_body(fn: Callable[..., Any]) -> _Body:
 @functools.cache
 def _context() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
+    context.set_forkserver_preload(["tests.preload"])
     return context
 
 
@@ -172,9 +156,7 @@ class _Crew:
         self.lines: list[Connection] = []
         for job in jobs:
             ours, theirs = _context().Pipe()
-            process = _context().Process(
-                target=_rank_main, args=(job, theirs), daemon=True, name=f"rank{job.rank}"
-            )
+            process = _context().Process(target=_rank_main, args=(job, theirs), daemon=True, name=f"rank{job.rank}")
             process.start()
             theirs.close()
             self.jobs.append(job)
@@ -287,9 +269,7 @@ def _init_group(job: _Job) -> None:
 
     method = pathlib.Path(job.folder, "rendezvous").as_uri()
     timeout = datetime.timedelta(seconds=job.timeout_s)
-    init_distributed(
-        dist_backend="gloo", init_method=method, rank=job.rank, world_size=job.world_size, timeout=timeout
-    )
+    init_distributed(dist_backend="gloo", init_method=method, rank=job.rank, world_size=job.world_size, timeout=timeout)
 
 
 def _load(body: _Body) -> Callable[..., Any]:

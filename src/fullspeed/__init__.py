@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from fullspeed.engine.engine import Engine
     from fullspeed.engine.initialize import initialize
 
-# Public name -> module that defines it. Resolved on first use, so that `import fullspeed` costs next to nothing.
+# Public name -> module that defines it. Resolved on first use, so that `import fullspeed` costs next to
+# nothing.
 _PUBLIC = {
     "CheckpointError": "fullspeed.base.errors",
     "CommError": "fullspeed.base.errors",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import functools
+import importlib
 import pathlib
 import re
 import subprocess
@@ -65,9 +67,7 @@ def test_file_says_what_it_is_for(path):
 
 def test_no_import_cycles():
     graph = {
-        name: sorted(
-            {target for target in checks.imported_modules(tree_of(path), MODULES) if target in MODULES}
-        )
+        name: sorted({target for target in checks.imported_modules(tree_of(path), MODULES) if target in MODULES})
         for name, path in MODULES.items()
     }
     assert any(graph.values())
@@ -89,9 +89,17 @@ def test_readme_blocks_run(tmp_path):
         assert done.returncode == 0, f"python block {number} of README.md:\n{block}\n{done.stderr}"
 
 
+def test_examples_in_docstrings_run():
+    with_examples = [name for name, path in MODULES.items() if ">>> " in path.read_text()]
+    for name in with_examples:
+        outcome = doctest.testmod(importlib.import_module(name))
+        assert outcome.attempted > 0, name
+        assert outcome.failed == 0, name
+
+
 def test_importing_fullspeed_costs_little_beyond_torch():
     # Processor time, because a busy machine stretches the wall's.
-    code = "import time, torch; start = time.process_time(); import fullspeed; print(time.process_time() - start)"
+    code = "import torch, time; a = time.process_time(); import fullspeed; print(time.process_time() - a)"
     runs = (subprocess.run([sys.executable, "-c", code], capture_output=True, check=True) for _ in range(3))
     assert min(float(run.stdout) for run in runs) < MAX_IMPORT_S
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Slots start on multiples of this many elements: 64 bytes of fp32 (one AVX-512 register, one cache line), and more
-# than the 16 bytes that tensor-core matrix products ask of a bf16 operand.
+# Slots start on multiples of this many elements: 64 bytes of fp32 (one AVX-512 register, one cache line), and
+# more than the 16 bytes that tensor-core matrix products ask of a bf16 operand.
 SLOT_ALIGNMENT = 16
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,9 @@ def get_global_rank(group: Group | None, group_rank: int) -> int:
 
 def get_world_group() -> Group:
     """The group of all ranks."""
-    world = dist.group.WORLD
+    world: Group | None = dist.group.WORLD
     assert world is not None, "init_distributed was not called"
-    return world
+    return cast(Group, world)
 
 
 def new_group(ranks: list[int] | None = None, backend: str | None = None) -> Group:

@@ -126,14 +126,10 @@ def tasks_on_node(tasks_per_node: str, node_index: int) -> int:
     for part in tasks_per_node.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if match is None:
-            raise UsageError(
-                f"SLURM's tasks per node are {tasks_per_node!r}; expected a list such as '4(x2),3'"
-            )
+            raise UsageError(f"SLURM's tasks per node are {tasks_per_node!r}; expected a list such as '4(x2),3'")
         counts += [int(match[1])] * int(match[2] or 1)
     if not 0 <= node_index < len(counts):
-        raise UsageError(
-            f"SLURM_NODEID is {node_index}, but tasks per node {tasks_per_node!r} has {len(counts)}"
-        )
+        raise UsageError(f"SLURM_NODEID is {node_index}, but tasks per node {tasks_per_node!r} has {len(counts)}")
     return counts[node_index]
 
 

@@ -75,8 +75,6 @@ def run_ranks(
     try:
         elastic_launch(config, program)(*args)
     except ChildFailedError as error:
-        raise RanksFailedError(
-            [RankExit(rank, fail.exitcode) for rank, fail in error.failures.items()]
-        ) from None
+        raise RanksFailedError([RankExit(rank, fail.exitcode) for rank, fail in error.failures.items()]) from None
     except SignalException as error:
         raise RanksInterruptedError(int(error.sigval)) from None

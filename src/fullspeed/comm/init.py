@@ -6,6 +6,7 @@ import datetime
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from fullspeed.accelerator import get_accelerator
 from fullspeed.base import env
@@ -44,8 +45,8 @@ def init_distributed(
 ) -> None:
     """Initialise torch.distributed for this process. Does nothing when it already is.
 
-    Identity comes from `rank`/`world_size` when given, else from torchrun's variables, MPI or SLURM; with none of
-    them the process is a world of one and needs neither port nor store.
+    Identity comes from `rank`/`world_size` when given, else from torchrun's variables, MPI or SLURM; with
+    none of them the process is a world of one and needs neither port nor store.
 
     Args:
         dist_backend: "nccl", "gloo", ...; by default the accelerator's.
@@ -53,7 +54,8 @@ def init_distributed(
         distributed_port: port used when a discovered launcher names no port.
         verbose: log one line about what was found.
         timeout: limit for one collective; DEEPSPEED_TIMEOUT minutes, or 10 minutes, by default.
-        init_method: a torch.distributed URL such as "file:///tmp/store"; then `rank` and `world_size` are required.
+        init_method: a torch.distributed URL such as "file:///tmp/store"; then `rank` and `world_size` are
+            required.
         dist_init_required: False means "must already be initialised".
         config: accepted for compatibility; the communication logger is configured by the engine.
         rank: this process's global rank, with `world_size`.
@@ -80,11 +82,9 @@ def init_distributed(
     who = discover(auto_mpi_discovery, distributed_port)
     if verbose:
         log_dist(f"backend {backend}, world size {who.world_size} from {who.source}")
-    env.export(
-        {"RANK": str(who.rank), "WORLD_SIZE": str(who.world_size), "LOCAL_RANK": str(who.local_rank)}
-    )
+    env.export({"RANK": str(who.rank), "WORLD_SIZE": str(who.world_size), "LOCAL_RANK": str(who.local_rank)})
     if who.world_size == 1:
-        _init_group(backend, limit, store=dist.HashStore(), rank=0, world_size=1)
+        _init_group(backend, limit, store=HashStore(), rank=0, world_size=1)
         return
     env.export({"MASTER_ADDR": who.master_addr, "MASTER_PORT": str(who.master_port)})
     _init_group(backend, limit, init_method="env://", rank=who.rank, world_size=who.world_size)

@@ -43,14 +43,15 @@ def observing(observer: Observer) -> Iterator[None]:
 class CommRecorder:
     """An observer that keeps what it saw.
 
-    "agree" events are the few bytes by which ranks settle what to do next; `counts` and `nbytes` leave them out
-    unless asked.
+    "agree" events are the few bytes by which ranks settle what to do next; `counts` and `nbytes` leave them
+    out unless asked.
     """
 
     def __init__(self) -> None:
         self.events: list[CommEvent] = []
 
     def __call__(self, event: CommEvent) -> None:
+        """Keep the event."""
         self.events.append(event)
 
     def counts(self, *, with_agreements: bool = False) -> dict[str, int]:

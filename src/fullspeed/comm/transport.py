@@ -4,9 +4,9 @@
     reduce_scatter(full)         sum of every rank's full -> shard     (gradients of a sharded state)
     all_reduce(full)             sum of every rank's full -> full      (gradients of whole states)
 
-All three are asynchronous: they return a handle whose `wait` finishes the work. Handles must be waited for, and both
-ranks of a pair must start the same transfers of one channel in the same order; transfers of different channels may
-interleave in any order.
+All three are asynchronous: they return a handle whose `wait` finishes the work. Handles must be waited for,
+and both ranks of a pair must start the same transfers of one channel in the same order; transfers of
+different channels may interleave in any order.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from fullspeed.comm.collectives import Group, get_global_rank, get_rank, get_world_size
 from fullspeed.comm.observe import emit
@@ -32,26 +33,30 @@ class Pending(Protocol):
         """Return when the result is complete (on an accelerator: when the current stream may use it)."""
 
 
-class Done:
+class Done(Pending):
     """A transfer that needed no waiting."""
 
+    @override
     def advance(self) -> None:
         """Nothing to advance."""
 
+    @override
     def wait(self) -> None:
         """Nothing to wait for."""
 
 
-class _Finishing:
+class _Finishing(Pending):
     """Works to wait for, then a local computation that makes their result usable."""
 
     def __init__(self, works: list[dist.Work], finish: Callable[[], None] | None = None) -> None:
         self._works = works
         self._finish = finish
 
+    @override
     def advance(self) -> None:
         self.wait()
 
+    @override
     def wait(self) -> None:
         for work in self._works:
             work.wait()
@@ -61,18 +66,20 @@ class _Finishing:
             finish()
 
 
-class _Chained:
+class _Chained(Pending):
     """A transfer whose second phase can start only when the first is complete."""
 
     def __init__(self, first: Pending, start_second: Callable[[], Pending]) -> None:
         self._first, self._start_second = first, start_second
         self._second: Pending | None = None
 
+    @override
     def advance(self) -> None:
         if self._second is None:
             self._first.wait()
             self._second = self._start_second()
 
+    @override
     def wait(self) -> None:
         self.advance()
         assert self._second is not None
@@ -95,24 +102,27 @@ class Transport(Protocol):
         """Sum `full` over ranks in place."""
 
 
-class NullTransport:
+class NullTransport(Transport):
     """A group of one rank: nothing travels, shards are the whole."""
 
+    @override
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
         if full.data_ptr() != shard.data_ptr():
             full.copy_(shard)
         return Done()
 
+    @override
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
         if full.data_ptr() != out.data_ptr():
             out.copy_(full)
         return Done()
 
+    @override
     def all_reduce(self, full: torch.Tensor) -> Pending:
         return Done()
 
 
-class NativeTransport:
+class NativeTransport(Transport):
     """The backend's own collectives: right for NCCL and its kin, which keep reductions on the device."""
 
     def __init__(self, group: Group) -> None:
@@ -122,10 +132,12 @@ class NativeTransport:
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+    @override
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
         _emit("all_gather", full, self._world_size)
         return _Finishing([self._gather(full, shard, group=self._group, async_op=True)])
 
+    @override
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
         _emit("reduce_scatter", full, self._world_size)
         if out.dtype == full.dtype:
@@ -134,23 +146,25 @@ class NativeTransport:
         work = self._reduce_scatter(narrow, full, group=self._group, async_op=True)
         return _Finishing([work], lambda: _copy(out, narrow))
 
+    @override
     def all_reduce(self, full: torch.Tensor) -> Pending:
         _emit("all_reduce", full, self._world_size)
         return _Finishing([dist.all_reduce(full, group=self._group, async_op=True)])
 
 
-class PairwiseTransport:
+class PairwiseTransport(Transport):
     """Point-to-point exchange of exactly the bytes a peer needs; sums are made locally, in fp32 at least.
 
     Measured on gloo (2 ranks, 64 MB fp32, CPU time per rank): reduce-scatter by exchange and local sum 22 ms,
-    gloo's all-to-all and sum 30 ms, its all-reduce 39 ms; gather by exchange at a fifth of its all-gather's time.
-    Sends are matched by tag, so transfers of different channels never wait for one another, and a 16-bit sum is
-    rounded once instead of once per hop.
+    gloo's all-to-all and sum 30 ms, its all-reduce 39 ms; gather by exchange at a fifth of its all-gather's
+    time. Sends are matched by tag, so transfers of different channels never wait for one another, and a
+    16-bit sum is rounded once instead of once per hop.
 
     Two-rank cost per transfer: each rank sends and receives `n` elements, `n` being the shard.
     """
 
-    # Tags in flight at once on one channel stay far below this; a wrapped tag can only meet a finished transfer.
+    # Tags in flight at once on one channel stay far below this; a wrapped tag can only meet a finished
+    # transfer.
     _TAGS_PER_CHANNEL = 1 << 16
     _channels = itertools.count(1)
 
@@ -165,6 +179,7 @@ class PairwiseTransport:
         self._first_tag = next(self._channels) * self._TAGS_PER_CHANNEL
         self._transfers = itertools.count()
 
+    @override
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
         _emit("all_gather", full, self._world_size)
         slices = full.view(self._world_size, -1)
@@ -173,10 +188,12 @@ class PairwiseTransport:
             own.copy_(shard)
         return _Finishing(self._exchange(lambda peer: own, lambda peer: slices[peer]))
 
+    @override
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
         _emit("reduce_scatter", full, self._world_size)
         return self._sum_to_owner(full, out)
 
+    @override
     def all_reduce(self, full: torch.Tensor) -> Pending:
         """Sum every slice at its owner, then hand the sums round."""
         _emit("all_reduce", full, self._world_size)
@@ -197,7 +214,7 @@ class PairwiseTransport:
         return _Finishing(works, lambda: self._sum(slices[self._rank], received, out))
 
     def _sum(self, own: torch.Tensor, received: torch.Tensor, out: torch.Tensor) -> None:
-        """out = own + all received, rounded once. Ranks are added in rank order, so every rank count is repeatable."""
+        """Out = own + all received, rounded once. Ranks are added in rank order, so every rank count is repeatable."""
         if len(self._peers) == 1 and out.dtype == own.dtype == torch.float32:
             torch.add(own, received[0], out=out)
             return
@@ -235,31 +252,36 @@ class PairwiseTransport:
         return works
 
 
-class AllReduceTransport:
+class AllReduceTransport(Transport):
     """A transport whose reduce-scatter is an all-reduce of the whole buffer (`"reduce_scatter": false`)."""
 
     def __init__(self, inner: Transport, rank: int, world_size: int) -> None:
         self._inner, self._rank, self._world_size = inner, rank, world_size
 
+    @override
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
         return self._inner.all_gather(full, shard)
 
+    @override
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
         pending = self._inner.all_reduce(full)
         own = full.view(self._world_size, -1)[self._rank]
         return _Then(pending, lambda: _copy(out, own))
 
+    @override
     def all_reduce(self, full: torch.Tensor) -> Pending:
         return self._inner.all_reduce(full)
 
 
-class _Then:
+class _Then(Pending):
     def __init__(self, first: Pending, finish: Callable[[], None]) -> None:
         self._first, self._finish = first, finish
 
+    @override
     def advance(self) -> None:
         self._first.advance()
 
+    @override
     def wait(self) -> None:
         self._first.wait()
         self._finish()

@@ -12,8 +12,6 @@ class ActivationCheckpointing(Section):
     partition_activations: bool = Field(False, description="Shard saved inputs over model-parallel ranks.")
     cpu_checkpointing: bool = Field(False, description="Keep saved inputs in CPU memory.")
     contiguous_memory_optimization: bool = Field(False, description="Copy saved inputs into one buffer.")
-    number_checkpoints: Positive | None = Field(
-        None, description="Recomputed units per forward; sizes that buffer."
-    )
+    number_checkpoints: Positive | None = Field(None, description="Recomputed units per forward; sizes that buffer.")
     synchronize_checkpoint_boundary: bool = Field(False, description="Wait for the device at each unit.")
     profile: bool = Field(False, description="Time each unit.")

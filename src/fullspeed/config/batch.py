@@ -47,9 +47,7 @@ def solve_batch(request: BatchRequest, world: int, source_of_world: str) -> Batc
     Batch(train_batch_size=8, micro_batch_size=4, grad_accum_steps=1, world=2)
     """
     if world < 1:
-        raise UsageError(
-            f"the data-parallel world size is {world} (from {source_of_world}); it must be positive"
-        )
+        raise UsageError(f"the data-parallel world size is {world} (from {source_of_world}); it must be positive")
     train, micro, accum = request
     if train is None and micro is None:
         raise _error(request, world, source_of_world, 0, "no key says how many samples a step has",
@@ -65,9 +63,7 @@ def solve_batch(request: BatchRequest, world: int, source_of_world: str) -> Batc
     if micro is not None and accum is not None:
         if micro * accum != per_rank:
             rule = f"{micro} * {accum} * {world} = {micro * accum * world}, not {train}"
-            raise _error(
-                request, world, source_of_world, 0, rule, "remove one of the three keys or make them agree"
-            )
+            raise _error(request, world, source_of_world, 0, rule, "remove one of the three keys or make them agree")
         return Batch(train, micro, accum, world)
     known_key, known = (1, micro) if micro is not None else (2, accum if accum is not None else 1)
     if per_rank % known:

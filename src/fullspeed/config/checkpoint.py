@@ -17,23 +17,17 @@ def capital(value: object) -> object:
 class ParallelWrite(Section):
     """Who writes what."""
 
-    pipeline_stage: bool = Field(
-        False, description="Data-parallel ranks share the writing of a stage's layers."
-    )
+    pipeline_stage: bool = Field(False, description="Data-parallel ranks share the writing of a stage's layers.")
 
 
 class Writer(Section):
     """How bytes reach the disk."""
 
-    type: Annotated[Literal["mock", "python", "fast"], BeforeValidator(lower)] = Field(
-        "python", description="Writer."
-    )
+    type: Annotated[Literal["mock", "python", "fast"], BeforeValidator(lower)] = Field("python", description="Writer.")
     io_buffer_size: Positive = Field(64 * 2**20, description="Bytes per buffer.")
     io_buffer_double: bool = Field(True, description="Fill one buffer while the other is written.")
     show_statistics: bool = Field(False, description="Print speed after each file.")
-    data_parallel: Literal["replica", "socket", "machine"] | None = Field(
-        None, description="Ranks that share a file."
-    )
+    data_parallel: Literal["replica", "socket", "machine"] | None = Field(None, description="Ranks that share a file.")
     decoupled: bool = Field(False, description="Write in another process, commit at the next update.")
     io_multiplier: Positive = Field(1, description="Writers per rank.")
 
@@ -45,9 +39,7 @@ class Checkpoint(Section):
         "Warn", description="What happens when ranks pass different tags."
     )
     load_universal: bool = Field(False, description="Load the universal format.")
-    use_node_local_storage: bool = Field(
-        False, description="Each node's first rank writes what rank 0 would."
-    )
+    use_node_local_storage: bool = Field(False, description="Each node's first rank writes what rank 0 would.")
     parallel_write: ParallelWrite = Field(default_factory=ParallelWrite, description="Who writes what.")
     checkpoint_serialization: bool = Field(True, description="Zip container; false is torch's old format.")
     writer: Writer | None = Field(None, description="How bytes reach the disk.")

@@ -29,12 +29,8 @@ class WeightQuantizationShared(Section):
     quantize_verbose: bool = Field(False, description="Log changes of precision.")
     quantization_type: Quantization = Field("symmetric", description="One scale, or a scale and a minimum.")
     rounding: Rounding = Field("nearest", description="How values are rounded.")
-    quantize_weight_in_forward: bool = Field(
-        False, description="In forward (needs fp32) instead of the optimizer."
-    )
-    fp16_mixed_quantize: MixedQuantize = Field(
-        default_factory=MixedQuantize, description="Blend at the start."
-    )
+    quantize_weight_in_forward: bool = Field(False, description="In forward (needs fp32) instead of the optimizer.")
+    fp16_mixed_quantize: MixedQuantize = Field(default_factory=MixedQuantize, description="Blend at the start.")
 
 
 class ActivationQuantizationShared(Section):
@@ -42,9 +38,7 @@ class ActivationQuantizationShared(Section):
 
     enabled: bool = Field(False, description="Quantize activations while training.")
     quantization_type: Quantization = Field("symmetric", description="One scale, or a scale and a minimum.")
-    range_calibration: Literal["dynamic", "static"] = Field(
-        "dynamic", description="When ranges are measured."
-    )
+    range_calibration: Literal["dynamic", "static"] = Field("dynamic", description="When ranges are measured.")
     schedule_offset: NonNegative = Field(1000, description="Step at which it begins.")
 
 
@@ -54,9 +48,7 @@ class PruningShared(Section):
     enabled: bool = Field(False, description="Prune while training.")
     method: Literal["l1", "topk", "snip_momentum"] = Field("l1", description="How importance is measured.")
     schedule_offset: NonNegative = Field(1000, description="Step at which it begins.")
-    schedule_offset_end: NonNegative | None = Field(
-        None, description="Step at which it ends; unset is the begin."
-    )
+    schedule_offset_end: NonNegative | None = Field(None, description="Step at which it ends; unset is the begin.")
     schedule_offset_stride: Positive = Field(1, description="Steps between prunings.")
     block_pattern: str = Field("4x1", description="Shape of the blocks pruned together.")
     dense_ratio: Fraction = Field(0.1, description="Share of weights kept.")
@@ -87,9 +79,7 @@ class Group(Section):
 class WeightQuantizationTechnique(Section):
     """Quantize weights."""
 
-    shared_parameters: WeightQuantizationShared = Field(
-        default_factory=WeightQuantizationShared, description="Common."
-    )
+    shared_parameters: WeightQuantizationShared = Field(default_factory=WeightQuantizationShared, description="Common.")
     different_groups: Mapping[str, Group] = Field(default_factory=dict, description="Groups by name.")
 
 
@@ -128,16 +118,10 @@ class CompressionTraining(Section):
     activation_quantization: ActivationQuantizationTechnique = Field(
         default_factory=ActivationQuantizationTechnique, description="Fewer bits per activation."
     )
-    sparse_pruning: PruningTechnique = Field(
-        default_factory=PruningTechnique, description="Zero single weights."
-    )
+    sparse_pruning: PruningTechnique = Field(default_factory=PruningTechnique, description="Zero single weights.")
     row_pruning: PruningTechnique = Field(default_factory=PruningTechnique, description="Remove rows.")
-    head_pruning: PruningTechnique = Field(
-        default_factory=PruningTechnique, description="Remove attention heads."
-    )
-    channel_pruning: PruningTechnique = Field(
-        default_factory=PruningTechnique, description="Remove channels."
-    )
+    head_pruning: PruningTechnique = Field(default_factory=PruningTechnique, description="Remove attention heads.")
+    channel_pruning: PruningTechnique = Field(default_factory=PruningTechnique, description="Remove channels.")
     layer_reduction: LayerReduction = Field(default_factory=LayerReduction, description="Fewer layers.")
 
 
@@ -186,18 +170,14 @@ class QuantizeTraining(Section):
     quantize_schedule: QuantizeSchedule = Field(default_factory=QuantizeSchedule, description="When.")
     quantize_groups: Positive = Field(1, description="Scales per matrix.")
     quantize_algo: QuantizeAlgo = Field(default_factory=QuantizeAlgo, description="How.")
-    fp16_mixed_quantize: MixedQuantize = Field(
-        default_factory=MixedQuantize, description="Blend at the start."
-    )
+    fp16_mixed_quantize: MixedQuantize = Field(default_factory=MixedQuantize, description="Blend at the start.")
     eigenvalue: Eigenvalue = Field(default_factory=Eigenvalue, description="Time changes by curvature.")
 
 
 class SparseAttention(Section):
     """Block-sparse attention patterns, for modules the user builds from them."""
 
-    mode: Literal["fixed", "dense", "variable", "bigbird", "bslongformer"] = Field(
-        "fixed", description="Pattern."
-    )
+    mode: Literal["fixed", "dense", "variable", "bigbird", "bslongformer"] = Field("fixed", description="Pattern.")
     block: Positive = Field(16, description="Tokens per block.")
     different_layout_per_head: bool = Field(False, description="A pattern of its own for each head.")
     num_local_blocks: Positive = Field(4, description="Blocks in a local window.")

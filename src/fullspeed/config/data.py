@@ -27,12 +27,8 @@ class CurriculumMetric(Section):
 
     index_to_sample_path: str | None = Field(None, description="File from difficulty index to samples.")
     index_to_metric_path: str | None = Field(None, description="File from difficulty index to values.")
-    difficulty_type: Literal["value", "percentile"] = Field(
-        "value", description="How a difficulty selects samples."
-    )
-    clustering_type: Literal["schedule_based", "single_cluster"] = Field(
-        "schedule_based", description="Grouping."
-    )
+    difficulty_type: Literal["value", "percentile"] = Field("value", description="How a difficulty selects samples.")
+    clustering_type: Literal["schedule_based", "single_cluster"] = Field("schedule_based", description="Grouping.")
     min_difficulty: Positive | None = Field(None, description="First difficulty.")
     max_difficulty: Positive | None = Field(None, description="Last difficulty.")
     schedule_type: ScheduleType | None = Field(None, description="Form of the growth.")
@@ -44,9 +40,7 @@ class SamplingCurriculum(Section):
 
     enabled: bool = Field(False, description="Draw samples by difficulty.")
     data_cluster_path: str | None = Field(None, description="Directory for the lists of samples in use.")
-    curriculum_metrics: Mapping[str, CurriculumMetric] = Field(
-        default_factory=dict, description="Metric by name."
-    )
+    curriculum_metrics: Mapping[str, CurriculumMetric] = Field(default_factory=dict, description="Metric by name.")
 
 
 class DynamicBatching(Section):
@@ -57,9 +51,7 @@ class DynamicBatching(Section):
     lr_scaling_method: Literal["linear", "sqrt", "none"] = Field("linear", description="Rate by batch size.")
     min_batch_size: Positive = Field(1, description="Fewest samples in a batch.")
     max_batch_size: Positive | None = Field(None, description="Most samples in a batch.")
-    sequence_picking_order: Literal["dataloader", "random", "seqlen"] = Field(
-        "dataloader", description="Order."
-    )
+    sequence_picking_order: Literal["dataloader", "random", "seqlen"] = Field("dataloader", description="Order.")
     max_tokens: Positive | None = Field(None, description="Tokens per batch; required when enabled.")
     verbose: bool = Field(False, description="Print the batches made.")
 
@@ -71,9 +63,7 @@ class DataSampling(Section):
     num_epochs: Positive = Field(1000, description="Epochs to draw from the data.")
     num_workers: NonNegative = Field(0, description="Loader processes per rank.")
     pin_memory: bool = Field(False, description="Page-lock batches for faster copies to the device.")
-    curriculum_learning: SamplingCurriculum = Field(
-        default_factory=SamplingCurriculum, description="By difficulty."
-    )
+    curriculum_learning: SamplingCurriculum = Field(default_factory=SamplingCurriculum, description="By difficulty.")
     dynamic_batching: DynamicBatching = Field(default_factory=DynamicBatching, description="By tokens.")
 
 
@@ -90,9 +80,7 @@ class RandomLTDSchedule(Section):
     min_value: Positive | None = Field(None, description="Tokens kept at first.")
     max_value: Positive | None = Field(None, description="Tokens kept at the end.")
     schedule_type: Literal["fixed_linear"] = Field("fixed_linear", description="Form of the growth.")
-    schedule_config: RandomLTDScheduleConfig = Field(
-        default_factory=RandomLTDScheduleConfig, description="Its speed."
-    )
+    schedule_config: RandomLTDScheduleConfig = Field(default_factory=RandomLTDScheduleConfig, description="Its speed.")
 
 
 class LayerTokenLRSchedule(Section):
@@ -113,15 +101,9 @@ class RandomLTD(Section):
     random_ltd_layer_id: Counts = Field((), description="Their indices.")
     model_mask_name: str | None = Field(None, description="Forward argument that holds the attention mask.")
     model_type: Literal["encoder", "decoder"] = Field("decoder", description="Kind of attention.")
-    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] = Field(
-        "batch_seq_dim", description="Layout."
-    )
-    random_ltd_schedule: RandomLTDSchedule = Field(
-        default_factory=RandomLTDSchedule, description="Tokens kept."
-    )
-    layer_token_lr_schedule: LayerTokenLRSchedule = Field(
-        default_factory=LayerTokenLRSchedule, description="Rate."
-    )
+    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] = Field("batch_seq_dim", description="Layout.")
+    random_ltd_schedule: RandomLTDSchedule = Field(default_factory=RandomLTDSchedule, description="Tokens kept.")
+    layer_token_lr_schedule: LayerTokenLRSchedule = Field(default_factory=LayerTokenLRSchedule, description="Rate.")
     global_batch_size: Positive | None = Field(None, description="Samples per step; set by the engine.")
     micro_batch_size: Positive | None = Field(None, description="Samples per forward; set by the engine.")
 
@@ -138,7 +120,5 @@ class DataEfficiency(Section):
 
     enabled: bool = Field(False, description="Switch for the whole section.")
     seed: Count = Field(1234, description="Seed of sampling and dropping.")
-    data_sampling: DataSampling = Field(
-        default_factory=DataSampling, description="Which samples a step sees."
-    )
+    data_sampling: DataSampling = Field(default_factory=DataSampling, description="Which samples a step sees.")
     data_routing: DataRouting = Field(default_factory=DataRouting, description="Which tokens a layer sees.")

@@ -112,9 +112,7 @@ def schema() -> dict[str, Any]:
 
 def _differences() -> str:
     rows = [(f"`{key}`" if "." in key or "_" in key else key, *rest) for key, *rest in DEFAULT_DIFFERENCES]
-    return "## Defaults that differ from DeepSpeed's\n\n" + _table(
-        ("key", "DeepSpeed", "FullSpeed", "why"), rows
-    )
+    return "## Defaults that differ from DeepSpeed's\n\n" + _table(("key", "DeepSpeed", "FullSpeed", "why"), rows)
 
 
 def _sections() -> Iterator[str]:
@@ -224,9 +222,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write both files, or with `--check` exit 1 when one of them is not current."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=main.__doc__)
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit 1 when a file is not current"
-    )
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a file is not current")
     parser.add_argument("--into", type=Path, default=DOCS, help="directory of the files")
     chosen = parser.parse_args(arguments)
     texts = {"config.md": markdown(), "config.schema.json": json.dumps(schema(), indent=1) + "\n"}

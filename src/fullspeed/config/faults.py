@@ -65,10 +65,7 @@ def _locate(detail: ErrorDetails, raw: Mapping[str, Any]) -> tuple[tuple[str | i
     for step in detail["loc"]:
         is_key = isinstance(here, Mapping) and step in here
         is_index = (
-            isinstance(here, Sequence)
-            and not isinstance(here, str)
-            and isinstance(step, int)
-            and step < len(here)
+            isinstance(here, Sequence) and not isinstance(here, str) and isinstance(step, int) and step < len(here)
         )
         if is_key or is_index:
             here = here[step]

@@ -23,9 +23,7 @@ def unknown_key(model: type[Section], path: str, key: object, value: Any) -> Con
     if 0 < len(places) <= MAX_PLACES:
         belongs = " or ".join(place or "the top level" for place in places)
         preposition = "belongs under" if places != [""] else "belongs at"
-        return ConfigFault(
-            where, value, f"is not a key of {block}; it {preposition} {belongs}", "move it there"
-        )
+        return ConfigFault(where, value, f"is not a key of {block}; it {preposition} {belongs}", "move it there")
     return ConfigFault(where, value, f"is not a known key of {block}", _advice(model, path, text))
 
 
@@ -38,14 +36,10 @@ def _advice(model: type[Section], path: str, key: str) -> str:
     far = difflib.get_close_matches(key.lower(), _places(), n=1, cutoff=0.8)
     if far and len(_places()[far[0]]) <= MAX_PLACES:
         return (
-            "did you mean "
-            + " or ".join(f"{place}.{far[0]}" if place else far[0] for place in _places()[far[0]])
-            + "?"
+            "did you mean " + " or ".join(f"{place}.{far[0]}" if place else far[0] for place in _places()[far[0]]) + "?"
         )
     keys = list(model.model_fields)
-    return (
-        f"known keys: {', '.join(keys)}" if 0 < len(keys) <= MAX_LISTED else "remove it or see docs/config.md"
-    )
+    return f"known keys: {', '.join(keys)}" if 0 < len(keys) <= MAX_LISTED else "remove it or see docs/config.md"
 
 
 @cache

@@ -48,9 +48,7 @@ class AdamParams(NativeParams):
     maximize: bool = Field(False, description="Go up the gradient.")
     capturable: bool = Field(False, description="Passed to torch's implementation.")
     differentiable: bool = Field(False, description="Passed to torch's implementation.")
-    set_grad_none: bool = Field(
-        True, description="Free gradients after a step instead of filling them with zeros."
-    )
+    set_grad_none: bool = Field(True, description="Free gradients after a step instead of filling them with zeros.")
 
 
 class AdagradParams(NativeParams):
@@ -60,9 +58,7 @@ class AdagradParams(NativeParams):
     eps: NonNegativeNumber = Field(1e-10, description="Added to the denominator.")
     amsgrad: bool = Field(False, description="Accepted for compatibility; must be false.")
     lr_decay: NonNegativeNumber = Field(0.0, description="Learning-rate decay per step.")
-    initial_accumulator_value: NonNegativeNumber = Field(
-        0.0, description="Start of the sum of squared gradients."
-    )
+    initial_accumulator_value: NonNegativeNumber = Field(0.0, description="Start of the sum of squared gradients.")
     fp32_optimizer_states: bool = Field(True, description="Keep states in fp32.")
     foreach: bool | None = Field(None, description="Passed to torch's implementation.")
     fused: bool | None = Field(None, description="Passed to torch's implementation.")
@@ -73,13 +69,9 @@ class AdagradParams(NativeParams):
 class LionParams(NativeParams):
     """Parameters of `lion`."""
 
-    betas: Betas = Field(
-        (0.9, 0.99), description="Weights of the momentum in the update and in its own average."
-    )
+    betas: Betas = Field((0.9, 0.99), description="Weights of the momentum in the update and in its own average.")
     fp32_optimizer_states: bool = Field(True, description="Keep momentum in fp32.")
-    set_grad_none: bool = Field(
-        True, description="Free gradients after a step instead of filling them with zeros."
-    )
+    set_grad_none: bool = Field(True, description="Free gradients after a step instead of filling them with zeros.")
 
 
 class LambParams(NativeParams):
@@ -92,18 +84,14 @@ class LambParams(NativeParams):
     max_coeff: PositiveNumber = Field(10.0, description="Upper bound of the trust ratio.")
     min_coeff: NonNegativeNumber = Field(0.01, description="Lower bound of the trust ratio.")
     amsgrad: bool = Field(False, description="Accepted for compatibility; must be false.")
-    set_grad_none: bool = Field(
-        True, description="Free gradients after a step instead of filling them with zeros."
-    )
+    set_grad_none: bool = Field(True, description="Free gradients after a step instead of filling them with zeros.")
 
 
 class MuonParams(NativeParams):
     """Parameters of `muon`: matrices by Newton-Schulz, the rest by Adam."""
 
     momentum: Fraction = Field(0.95, description="Momentum of the matrices.")
-    muon_lr: NonNegativeNumber | None = Field(
-        None, description="Learning rate of the matrices; unset is `lr`."
-    )
+    muon_lr: NonNegativeNumber | None = Field(None, description="Learning rate of the matrices; unset is `lr`.")
     adam_lr: NonNegativeNumber | None = Field(None, description="Learning rate of the rest; unset is `lr`.")
     betas: Betas = Field((0.9, 0.95), description="Decay rates of Adam's moments.")
     eps: NonNegativeNumber = Field(1e-10, description="Added to Adam's denominator.")
@@ -135,9 +123,7 @@ class ZeroOneAdamParams(AdamParams):
     """Parameters of `zerooneadam`."""
 
     var_freeze_step: Positive = Field(100_000, description="Step after which the variance stays.")
-    var_update_scaler: Positive = Field(
-        16, description="Variance updates after which their interval doubles."
-    )
+    var_update_scaler: Positive = Field(16, description="Variance updates after which their interval doubles.")
     local_step_scaler: Positive = Field(32678, description="Steps after which the local interval doubles.")
     local_step_clipper: Positive = Field(16, description="Longest local interval, in steps.")
     cuda_aware: bool = Field(False, description="The MPI library can read device memory.")
@@ -190,9 +176,7 @@ class Optimizer(Section):
     """The optimizer; absent when the caller passes one."""
 
     type: str = Field(description="A native name in any case, or the exact name of a class in `torch.optim`.")
-    params: Mapping[str, Any] = Field(
-        default_factory=dict, description="Its parameters; native types are checked."
-    )
+    params: Mapping[str, Any] = Field(default_factory=dict, description="Its parameters; native types are checked.")
     legacy_fusion: bool = Field(False, description="Accepted for compatibility; no effect.")
 
     @property

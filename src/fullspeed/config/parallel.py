@@ -17,12 +17,8 @@ class Pipeline(Section):
     stages: Auto | Positive = Field("auto", description="Number of stages; the module decides.")
     partition: str = Field("best", description="How layers are dealt to stages; the module decides.")
     seed_layers: bool = Field(False, description="Seed the generator before each layer is built.")
-    activation_checkpoint_interval: NonNegative = Field(
-        0, description="Layers per recomputed unit; 0 is off."
-    )
-    pipe_partitioned: bool = Field(
-        True, description="Shard activations between stages over model-parallel ranks."
-    )
+    activation_checkpoint_interval: NonNegative = Field(0, description="Layers per recomputed unit; 0 is off.")
+    pipe_partitioned: bool = Field(True, description="Shard activations between stages over model-parallel ranks.")
     grad_partitioned: bool = Field(True, description="Shard their gradients too.")
     use_reentrant: bool | None = Field(None, description="Kind of recomputation; unset is true.")
 
@@ -46,9 +42,7 @@ class LayerSpec(Section):
     shape: Annotated[tuple[Any, ...] | None, BeforeValidator(as_tuple)] = Field(
         None, description="Sub-blocks of a fused weight, such as [2, -1]."
     )
-    partition_dim: Count | None = Field(
-        None, description="Dimension to cut; unset is 0 for column, 1 for row."
-    )
+    partition_dim: Count | None = Field(None, description="Dimension to cut; unset is 0 for column, 1 for row.")
     model_types: Texts | None = Field(None, description="Only for these model types.")
     gather_output: bool = Field(False, description="Make the output whole on every rank.")
     grad_allreduce: bool = Field(False, description="Sum the gradient over the ranks.")
@@ -61,9 +55,7 @@ class PartitionConfig(Section):
     strict_mode: bool = Field(False, description="A layer without a rule is an error.")
     embedding_partition_dim: Count = Field(1, description="Dimension along which embeddings are cut.")
     lm_head_patterns: Texts = Field(("lm_head", "embed_out"), description="Names of the output layer.")
-    layer_specs: Annotated[tuple[LayerSpec, ...], BeforeValidator(as_tuple)] = Field(
-        (), description="The rules."
-    )
+    layer_specs: Annotated[tuple[LayerSpec, ...], BeforeValidator(as_tuple)] = Field((), description="The rules.")
 
 
 class TensorParallel(Section):
@@ -75,8 +67,8 @@ class TensorParallel(Section):
     }
 
     autotp_size: NonNegative = Field(0, description="Ranks that share each layer; 0 and 1 are off.")
-    preset_model: Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"] | None = (
-        Field(None, description="Rules of a known model family.")
+    preset_model: Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"] | None = Field(
+        None, description="Rules of a known model family."
     )
     partition_config: PartitionConfig | None = Field(None, description="Own rules; they go before a preset.")
     tp_overlap_comm: bool = Field(False, description="Overlap the sums between ranks with computation.")
@@ -85,9 +77,7 @@ class TensorParallel(Section):
     keep_module_on_host: bool = Field(False, description="Load in CPU memory and move shards only.")
     replace_with_kernel_inject: bool = Field(False, description="Replace layers by fused ones.")
     injection_policy_tuple: Any = Field(None, description="Names of layers whose outputs are summed.")
-    vocab_parallel_lm_head: bool | None = Field(
-        None, description="Shard the output layer over the vocabulary."
-    )
+    vocab_parallel_lm_head: bool | None = Field(None, description="Shard the output layer over the vocabulary.")
     vocab_parallel_ce_backend: Literal["torch", "liger"] = Field("torch", description="Its cross-entropy.")
 
 
@@ -110,9 +100,7 @@ class ExpertParallel(Section):
     disable_triton_grouped_mm: bool = Field(False, description="Use torch's grouped product.")
     route_norm: bool | None = Field(None, description="Normalise the gate's weights over the chosen experts.")
     route_scale: Number = Field(1.0, description="Factor of the gate's weights.")
-    score_apply: Literal["auto", "pre", "post"] = Field(
-        "auto", description="Weigh inputs or outputs of experts."
-    )
+    score_apply: Literal["auto", "pre", "post"] = Field("auto", description="Weigh inputs or outputs of experts.")
     score_func: Literal["auto", "softmax", "sigmoid"] = Field("auto", description="From logits to weights.")
     top_k: Auto | Positive = Field("auto", description="Experts per token.")
     num_expert_groups: Positive | None = Field(None, description="Groups of experts for limited routing.")
@@ -122,9 +110,7 @@ class ExpertParallel(Section):
     expert_w1: str | None = Field(None, description="Name of the gate projection.")
     expert_w2: str | None = Field(None, description="Name of the down projection.")
     expert_w3: str | None = Field(None, description="Name of the up projection; null says there is none.")
-    num_experts_attr: str | None = Field(
-        None, description="Attribute of the model's config: number of experts."
-    )
+    num_experts_attr: str | None = Field(None, description="Attribute of the model's config: number of experts.")
     top_k_attr: str | None = Field(None, description="Attribute of the model's config: experts per token.")
     has_shared_experts: bool | None = Field(None, description="Blocks have experts that every token uses.")
     shared_experts_pattern: str | None = Field(None, description="Their name.")
@@ -138,7 +124,5 @@ class ExpertParallel(Section):
     comm_backend: Literal["comm", "deepep"] = Field("comm", description="Transport of tokens.")
     comm_num_sm: Positive = Field(12, description="Multiprocessors the transport may use.")
     comm_qp_margin: NonNegative = Field(4, description="Spare queue pairs of the transport.")
-    comm_max_tokens_per_rank: NonNegative = Field(
-        0, description="Tokens a rank sends at most; 0 is unbounded."
-    )
+    comm_max_tokens_per_rank: NonNegative = Field(0, description="Tokens a rank sends at most; 0 is unbounded.")
     expert_activation: str | None = Field(None, description="Name of the experts' activation function.")

@@ -26,22 +26,16 @@ class FP16(Section):
     hysteresis: Positive = Field(2, description="Overflows before the adaptive scale halves.")
     consecutive_hysteresis: bool = Field(False, description="Refill the hysteresis at every good step.")
     min_loss_scale: NonNegativeNumber = Field(1.0, description="Floor of the adaptive scale.")
-    fp16_master_weights_and_grads: bool = Field(
-        False, description="Keep master weights in fp16; saves memory."
-    )
+    fp16_master_weights_and_grads: bool = Field(False, description="Keep master weights in fp16; saves memory.")
 
 
 class BF16(Section):
     """Train in bf16 with fp32 master weights and no loss scale."""
 
     enabled: bool = Field(False, description="Cast parameters to bf16, keep fp32 masters.")
-    immediate_grad_update: bool = Field(
-        False, description="Add each gradient to its fp32 sum as soon as it exists."
-    )
+    immediate_grad_update: bool = Field(False, description="Add each gradient to its fp32 sum as soon as it exists.")
     check_grad_overflow: bool = Field(True, description="Skip a step whose gradients are infinite or NaN.")
-    bf16_master_weights_and_grads: bool = Field(
-        False, description="Keep master weights in bf16; saves memory."
-    )
+    bf16_master_weights_and_grads: bool = Field(False, description="Keep master weights in bf16; saves memory.")
     bf16_optimizer_states: bool = Field(False, description="Keep optimizer moments in bf16 too.")
 
 
@@ -67,15 +61,9 @@ class TorchAutocast(Section):
 class DataTypes(Section):
     """Formats of gradients, parameters and buffers."""
 
-    grad_accum_dtype: DType | None = Field(
-        None, description="Format gradients are summed in; unset is the model's."
-    )
-    param_dtype: DType | None = Field(
-        None, description="Must agree with `fp16`/`bf16`; a check, not a switch."
-    )
-    buffer_dtype: DType | None = Field(
-        None, description="Cast floating-point buffers to this; unset leaves them."
-    )
+    grad_accum_dtype: DType | None = Field(None, description="Format gradients are summed in; unset is the model's.")
+    param_dtype: DType | None = Field(None, description="Must agree with `fp16`/`bf16`; a check, not a switch.")
+    buffer_dtype: DType | None = Field(None, description="Cast floating-point buffers to this; unset leaves them.")
     keep_in_fp32_modules: Annotated[Literal["auto"] | tuple[str, ...], BeforeValidator(as_tuple)] = Field(
         "auto", description="Patterns of buffers that stay fp32; `auto` asks the model."
     )

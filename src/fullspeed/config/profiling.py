@@ -20,9 +20,7 @@ class FlopsProfiler(Section):
     """Count the floating-point operations of one step."""
 
     enabled: bool = Field(False, description="Profile one step on rank 0.")
-    recompute_fwd_factor: NonNegativeNumber = Field(
-        0.0, description="Forwards repeated in backward, as a share."
-    )
+    recompute_fwd_factor: NonNegativeNumber = Field(0.0, description="Forwards repeated in backward, as a share.")
     profile_step: Positive = Field(1, description="The step that is profiled.")
     module_depth: Count = Field(-1, description="Depth of the module tree in the report; -1 is the deepest.")
     top_modules: Positive = Field(1, description="Modules listed per depth.")
@@ -51,14 +49,10 @@ class Autotuning(Section):
     end_profile_step: NonNegative = Field(5, description="Last measured step.")
     metric: Literal["throughput", "latency", "flops"] = Field("throughput", description="What is best.")
     metric_path: str | None = Field(None, description="File an experiment writes its metric to.")
-    tuner_type: Literal["gridsearch", "random", "model_based"] = Field(
-        "gridsearch", description="Search order."
-    )
+    tuner_type: Literal["gridsearch", "random", "model_based"] = Field("gridsearch", description="Search order.")
     tuner_early_stopping: Positive = Field(5, description="Experiments without improvement before the end.")
     tuner_num_trials: Positive = Field(50, description="Experiments at most.")
-    arg_mappings: Mapping[str, str] | None = Field(
-        None, description="Script flag for each configuration key."
-    )
+    arg_mappings: Mapping[str, str] | None = Field(None, description="Script flag for each configuration key.")
     model_info: ModelInfo | None = Field(None, description="What is known of the model.")
     model_info_path: str | None = Field(None, description="File that holds `model_info`.")
     mp_size: Positive = Field(1, description="Model-parallel ranks.")
@@ -83,9 +77,7 @@ class Elasticity(Section):
     max_gpus: Positive = Field(10_000, description="Most devices.")
     min_time: NonNegative = Field(0, description="Minutes a job runs before it is resized.")
     prefer_larger_batch: bool = Field(True, description="Among equals take the larger batch.")
-    ignore_non_elastic_batch_info: bool = Field(
-        False, description="Let the ordinary batch keys stand, unused."
-    )
+    ignore_non_elastic_batch_info: bool = Field(False, description="Let the ordinary batch keys stand, unused.")
     version: Annotated[float, AfterValidator(known_version)] = Field(0.2, description="Rules: 0.1 or 0.2.")
     num_gpus_per_node: Positive = Field(1, description="Devices per node.")
     model_parallel_size: Positive = Field(1, description="Model-parallel ranks.")
@@ -110,9 +102,9 @@ class Compile(Section):
     sync_after_allgather: bool = Field(False, description="Wait after each gather.")
     keep_int_input_tensors: bool = Field(True, description="Keep integer inputs for backward.")
     keep_all_input_tensors: bool = Field(False, description="Keep all inputs for backward.")
-    passes: Annotated[
-        tuple[Literal["z1", "z3", "autosp", "autotp"], ...] | None, BeforeValidator(as_tuple)
-    ] = Field(None, description="Passes to run; unset is those of the stage.")
+    passes: Annotated[tuple[Literal["z1", "z3", "autosp", "autotp"], ...] | None, BeforeValidator(as_tuple)] = Field(
+        None, description="Passes to run; unset is those of the stage."
+    )
     autoep_non_moe: bool = Field(False, description="Compile only what surrounds expert-parallel layers.")
 
 

@@ -44,35 +44,25 @@ class LRRangeTestParams(NativeSchedulerParams):
 
     lr_range_test_min_lr: Rates = Field(1e-3, description="First learning rate; one, or one per group.")
     lr_range_test_step_size: Positive = Field(2000, description="Steps per unit of growth.")
-    lr_range_test_step_rate: Number = Field(
-        1.0, description="Growth per unit, as a multiple of the first rate."
-    )
+    lr_range_test_step_rate: Number = Field(1.0, description="Growth per unit, as a multiple of the first rate.")
     lr_range_test_staircase: bool = Field(False, description="Grow once per unit instead of every step.")
 
 
 class OneCycleParams(NativeSchedulerParams):
     """Parameters of `OneCycle`."""
 
-    cycle_min_lr: Rates | Open = Field(
-        description="Lowest learning rate of the cycle; one, or one per group."
-    )
-    cycle_max_lr: Rates | Open = Field(
-        description="Highest learning rate of the cycle; one, or one per group."
-    )
+    cycle_min_lr: Rates | Open = Field(description="Lowest learning rate of the cycle; one, or one per group.")
+    cycle_max_lr: Rates | Open = Field(description="Highest learning rate of the cycle; one, or one per group.")
     decay_lr_rate: NonNegativeNumber = Field(
         0.0, description="Decay of the rate per `decay_step_size` after the cycle."
     )
     cycle_first_step_size: Positive = Field(2000, description="Steps of the rising half.")
-    cycle_second_step_size: Positive | None = Field(
-        None, description="Steps of the falling half; unset is the same."
-    )
+    cycle_second_step_size: Positive | None = Field(None, description="Steps of the falling half; unset is the same.")
     cycle_first_stair_count: NonNegative = Field(0, description="Stairs of the rising half; 0 is smooth.")
     cycle_second_stair_count: NonNegative | None = Field(
         None, description="Stairs of the falling half; unset is the same."
     )
-    decay_step_size: NonNegative = Field(
-        0, description="Steps per unit of decay after the cycle; 0 is no decay."
-    )
+    decay_step_size: NonNegative = Field(0, description="Steps per unit of decay after the cycle; 0 is no decay.")
     cycle_momentum: bool = Field(True, description="Move the momentum against the learning rate.")
     cycle_min_mom: Fraction = Field(0.8, description="Lowest momentum.")
     cycle_max_mom: Fraction = Field(0.9, description="Highest momentum.")
@@ -98,13 +88,9 @@ class WarmupCosineLRParams(NativeSchedulerParams):
     """Parameters of `WarmupCosineLR`."""
 
     total_num_steps: Positive | Open = Field(description="Steps until the end of the cosine.")
-    warmup_min_ratio: NonNegativeNumber = Field(
-        0.0, description="First rate, as a share of the optimizer's own."
-    )
+    warmup_min_ratio: NonNegativeNumber = Field(0.0, description="First rate, as a share of the optimizer's own.")
     warmup_num_steps: Positive = Field(1000, description="Steps of the rise.")
-    cos_min_ratio: NonNegativeNumber = Field(
-        1e-4, description="Last rate, as a share of the optimizer's own."
-    )
+    cos_min_ratio: NonNegativeNumber = Field(1e-4, description="Last rate, as a share of the optimizer's own.")
     warmup_type: Shape = Field("log", description="Form of the rise: `log` or `linear`.")
 
 
@@ -134,12 +120,8 @@ def chosen_scheduler_params(raw: Mapping[str, Any]) -> type[SchedulerParams]:
 class Scheduler(Section):
     """The learning-rate schedule; absent when the caller passes one or wants none."""
 
-    type: str = Field(
-        description="A native name, or the exact name of a class in `torch.optim.lr_scheduler`."
-    )
-    params: Mapping[str, Any] = Field(
-        default_factory=dict, description="Its parameters; native types are checked."
-    )
+    type: str = Field(description="A native name, or the exact name of a class in `torch.optim.lr_scheduler`.")
+    params: Mapping[str, Any] = Field(default_factory=dict, description="Its parameters; native types are checked.")
 
     @classmethod
     def chosen(cls, raw: Mapping[str, Any]) -> Chosen:

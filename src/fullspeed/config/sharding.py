@@ -23,84 +23,44 @@ Device = Literal["none", "cpu", "nvme"]
 class OffloadParam(Section):
     """Where parameter shards wait between uses (stage 3)."""
 
-    device: Device = Field(
-        "none", description="Where parameter shards wait; `none` keeps them on the accelerator."
-    )
-    nvme_path: str | None = Field(
-        None, description="Directory for parameter files; needed when `device` is `nvme`."
-    )
+    device: Device = Field("none", description="Where parameter shards wait; `none` keeps them on the accelerator.")
+    nvme_path: str | None = Field(None, description="Directory for parameter files; needed when `device` is `nvme`.")
     buffer_count: Positive = Field(5, description="Number of staging buffers; more lets more reads overlap.")
-    buffer_size: Positive = Field(
-        100_000_000, description="Elements per staging buffer; bounds the largest parameter."
-    )
-    max_in_cpu: NonNegative = Field(
-        1_000_000_000, description="Elements kept in CPU memory when `device` is `nvme`."
-    )
-    pin_memory: bool = Field(
-        True, description="Page-lock CPU buffers: faster copies, memory the system cannot move."
-    )
+    buffer_size: Positive = Field(100_000_000, description="Elements per staging buffer; bounds the largest parameter.")
+    max_in_cpu: NonNegative = Field(1_000_000_000, description="Elements kept in CPU memory when `device` is `nvme`.")
+    pin_memory: bool = Field(True, description="Page-lock CPU buffers: faster copies, memory the system cannot move.")
 
 
 class OffloadOptimizer(Section):
     """Where optimizer states and master weights wait, and where they are updated."""
 
-    device: Device = Field(
-        "none", description="Where optimizer states wait; `none` keeps them on the accelerator."
-    )
-    nvme_path: str | None = Field(
-        None, description="Directory for state files; needed when `device` is `nvme`."
-    )
+    device: Device = Field("none", description="Where optimizer states wait; `none` keeps them on the accelerator.")
+    nvme_path: str | None = Field(None, description="Directory for state files; needed when `device` is `nvme`.")
     buffer_count: Positive = Field(4, description="Number of staging buffers between disk and memory.")
-    pin_memory: bool = Field(
-        True, description="Page-lock CPU buffers: faster copies, memory the system cannot move."
-    )
-    pipeline_read: bool = Field(
-        False, description="Read the next sub-group's states while this one is updated."
-    )
-    pipeline_write: bool = Field(
-        False, description="Write a sub-group's states while the next one is updated."
-    )
+    pin_memory: bool = Field(True, description="Page-lock CPU buffers: faster copies, memory the system cannot move.")
+    pipeline_read: bool = Field(False, description="Read the next sub-group's states while this one is updated.")
+    pipeline_write: bool = Field(False, description="Write a sub-group's states while the next one is updated.")
     fast_init: bool = Field(False, description="Create states on disk without reading gradients first.")
     ratio: Fraction = Field(
         1.0, description="Share of parameters updated on the CPU (stage 3); the rest stays on device."
     )
-    super_offload: bool = Field(
-        False, description="Update in worker processes during backward (stage 3, CUDA)."
-    )
-    cpuadam_cores_perc: Fraction = Field(
-        0.8, description="Share of CPU cores for the `super_offload` workers."
-    )
+    super_offload: bool = Field(False, description="Update in worker processes during backward (stage 3, CUDA).")
+    cpuadam_cores_perc: Fraction = Field(0.8, description="Share of CPU cores for the `super_offload` workers.")
 
 
 class ZenFlow(Section):
     """Update the most important columns every step and the rest later, on the CPU."""
 
-    topk_ratio: Fraction = Field(
-        0.1, description="Share of columns updated on the accelerator in every step."
-    )
-    select_strategy: Literal["auto", "step", "epoch"] = Field(
-        "auto", description="Unit of `select_interval`."
-    )
-    select_interval: Literal["auto"] | Positive = Field(
-        "auto", description="Steps or epochs between column choices."
-    )
-    update_interval: Literal["auto"] | Positive = Field(
-        "auto", description="Steps between updates of other columns."
-    )
-    overlap_step: bool = Field(
-        False, description="Run the CPU update in a process beside the accelerator's work."
-    )
+    topk_ratio: Fraction = Field(0.1, description="Share of columns updated on the accelerator in every step.")
+    select_strategy: Literal["auto", "step", "epoch"] = Field("auto", description="Unit of `select_interval`.")
+    select_interval: Literal["auto"] | Positive = Field("auto", description="Steps or epochs between column choices.")
+    update_interval: Literal["auto"] | Positive = Field("auto", description="Steps between updates of other columns.")
+    overlap_step: bool = Field(False, description="Run the CPU update in a process beside the accelerator's work.")
     offload: bool = Field(False, description="Keep the chosen columns' optimizer states in CPU memory too.")
-    auto_ratio: Fraction = Field(
-        0.99, description="Share of gradient importance to cover when intervals are `auto`."
-    )
+    auto_ratio: Fraction = Field(0.99, description="Share of gradient importance to cover when intervals are `auto`.")
     full_warm_up_rounds: NonNegative = Field(0, description="First steps that update every column.")
-    pt_reserved_cores_perc: Fraction = Field(
-        0.5, description="Share of CPU cores left to the training process."
-    )
-    steps_per_epoch: Positive | None = Field(
-        None, description="Steps per epoch; set by the engine when known."
-    )
+    pt_reserved_cores_perc: Fraction = Field(0.5, description="Share of CPU cores left to the training process.")
+    steps_per_epoch: Positive | None = Field(None, description="Steps per epoch; set by the engine when known.")
 
 
 class LeafModule(Section):
@@ -115,9 +75,7 @@ class QuantizedLayer(Section):
     """How the weights of one kind of layer are quantized."""
 
     num_bits: Annotated[Literal[4, 8], BeforeValidator(whole)] = Field(8, description="Bits per weight.")
-    group_size: Positive = Field(
-        512, description="Weights per scale; smaller is more exact and larger in memory."
-    )
+    group_size: Positive = Field(512, description="Weights per scale; smaller is more exact and larger in memory.")
     group_dim: Count = Field(1, description="Dimension along which groups are cut.")
     symmetric: bool = Field(False, description="One scale per group instead of a scale and a minimum.")
 
@@ -125,12 +83,8 @@ class QuantizedLayer(Section):
 class WeightQuantization(Section):
     """Weight-only quantization for inference with parameters off the accelerator."""
 
-    post_init_quant: Mapping[str, QuantizedLayer] | None = Field(
-        None, description="Per module key, after loading."
-    )
-    quantized_initialization: QuantizedLayer | None = Field(
-        None, description="For every layer, while building."
-    )
+    post_init_quant: Mapping[str, QuantizedLayer] | None = Field(None, description="Per module key, after loading.")
+    quantized_initialization: QuantizedLayer | None = Field(None, description="For every layer, while building.")
 
 
 class LoCo(Section):
@@ -164,21 +118,15 @@ class ZeroOptimization(Section):
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(whole)] = Field(
         0, description="What is sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."
     )
-    contiguous_gradients: bool = Field(
-        True, description="Keep gradients in flat buckets; FullSpeed always does."
-    )
-    reduce_scatter: bool = Field(
-        True, description="Send each gradient only to its owner; false reduces to all ranks."
-    )
+    contiguous_gradients: bool = Field(True, description="Keep gradients in flat buckets; FullSpeed always does.")
+    reduce_scatter: bool = Field(True, description="Send each gradient only to its owner; false reduces to all ranks.")
     reduce_bucket_size: Positive = Field(
         500_000_000, description="Elements per reduce bucket; larger hides latency, costs memory."
     )
     use_multi_rank_bucket_allreduce: bool = Field(
         True, description="Reduce a bucket that spans several owners at once, when `reduce_scatter` is false."
     )
-    allgather_partitions: bool = Field(
-        True, description="Gather parameters by all-gather; false by broadcasts."
-    )
+    allgather_partitions: bool = Field(True, description="Gather parameters by all-gather; false by broadcasts.")
     allgather_bucket_size: Positive = Field(
         500_000_000,
         description="Elements gathered at once after a step; an even number; larger costs memory.",
@@ -193,31 +141,17 @@ class ZeroOptimization(Section):
     elastic_checkpoint: bool = Field(
         False, description="Old merged optimizer-state format; checkpoints reshard anyway."
     )
-    ignore_unused_parameters: bool = Field(
-        True, description="False makes a parameter without gradient an error."
-    )
+    ignore_unused_parameters: bool = Field(True, description="False makes a parameter without gradient an error.")
     legacy_stage1: bool = Field(False, description="An old form of stage 1; true is refused.")
-    round_robin_gradients: bool = Field(
-        False, description="Deal parameters to ranks in turn instead of in runs."
-    )
-    compute_grad_norm: bool = Field(
-        True, description="False skips the global gradient norm (stages 1 and 2)."
-    )
-    parameter_alignment: bool = Field(
-        False, description="Begin each parameter on a 16-byte boundary of its buffer."
-    )
+    round_robin_gradients: bool = Field(False, description="Deal parameters to ranks in turn instead of in runs.")
+    compute_grad_norm: bool = Field(True, description="False skips the global gradient norm (stages 1 and 2).")
+    parameter_alignment: bool = Field(False, description="Begin each parameter on a 16-byte boundary of its buffer.")
     memory_efficient_linear: bool = Field(True, description="Stage 3: linear layers keep no gathered weight.")
     override_module_apply: bool = Field(True, description="Stage 3: `Module.apply` sees whole parameters.")
     pipeline_loading_checkpoint: bool = Field(False, description="Stage 3: ranks load one after the other.")
-    log_trace_cache_warnings: bool = Field(
-        False, description="Warn when the recorded order of modules changes."
-    )
-    enable_sanity_checks: bool = Field(
-        False, description="Extra checks for NaN and for ranks that disagree; slower."
-    )
-    save_muon_momentum_buffer_in_memory: bool = Field(
-        False, description="Muon with offload: keep momentum in memory."
-    )
+    log_trace_cache_warnings: bool = Field(False, description="Warn when the recorded order of modules changes.")
+    enable_sanity_checks: bool = Field(False, description="Extra checks for NaN and for ranks that disagree; slower.")
+    save_muon_momentum_buffer_in_memory: bool = Field(False, description="Muon with offload: keep momentum in memory.")
 
     sub_group_size: Positive = Field(
         1_000_000_000, description="Elements the optimizer updates at once; bounds memory during the step."
@@ -244,43 +178,27 @@ class ZeroOptimization(Section):
     stage3_module_granularity_threshold: NonNegative = Field(
         0, description="Modules with fewer parameters per descendant are gathered as one unit; 0 is off."
     )
-    stage3_use_all_reduce_for_fetch_params: bool = Field(
-        False, description="Gather by all-reduce of padded buffers."
-    )
-    stage3_allgather_sequential: bool = Field(
-        False, description="Gather one unit at a time; saves memory, slower."
-    )
+    stage3_use_all_reduce_for_fetch_params: bool = Field(False, description="Gather by all-reduce of padded buffers.")
+    stage3_allgather_sequential: bool = Field(False, description="Gather one unit at a time; saves memory, slower.")
     leaf_module: LeafModule = Field(default_factory=LeafModule, description="Modules gathered as one unit.")
 
-    offload_param: OffloadParam | None = Field(
-        None, description="Where parameter shards wait; `none` equals absent."
-    )
+    offload_param: OffloadParam | None = Field(None, description="Where parameter shards wait; `none` equals absent.")
     offload_optimizer: OffloadOptimizer | None = Field(
         None, description="Where optimizer states wait; `none` equals absent."
     )
 
-    zero_quantized_weights: bool = Field(
-        False, description="Gather weights as int8 blocks: half the traffic."
-    )
-    zero_quantized_nontrainable_weights: bool = Field(
-        False, description="Keep frozen weights quantized at rest."
-    )
+    zero_quantized_weights: bool = Field(False, description="Gather weights as int8 blocks: half the traffic.")
+    zero_quantized_nontrainable_weights: bool = Field(False, description="Keep frozen weights quantized at rest.")
     zero_hpz_partition_size: Positive = Field(
         1,
         description="Ranks per group with a second copy of parameters; backward gathers inside it.",
     )
     zero_quantized_gradients: bool = Field(False, description="Reduce gradients as int4/int8 in two hops.")
     zeropp_loco_param: LoCo | None = Field(None, description="Error feedback for `zero_quantized_gradients`.")
-    mics_shard_size: Count = Field(
-        -1, description="Ranks per shard group, replicated across groups; -1 is off."
-    )
-    mics_hierarchical_params_gather: bool = Field(
-        False, description="Gather between nodes first, then inside."
-    )
+    mics_shard_size: Count = Field(-1, description="Ranks per shard group, replicated across groups; -1 is off.")
+    mics_hierarchical_params_gather: bool = Field(False, description="Gather between nodes first, then inside.")
     zenflow: ZenFlow | None = Field(None, description="Importance-ordered updates with CPU offload.")
-    weight_quantization: WeightQuantization | None = Field(
-        None, description="Weight-only quantization for inference."
-    )
+    weight_quantization: WeightQuantization | None = Field(None, description="Weight-only quantization for inference.")
 
     @field_validator("offload_param", mode="after")
     @classmethod

@@ -59,9 +59,7 @@ def _plain(text: str) -> str:
 def _twice(value: Any, path: str) -> Iterator[ConfigFault]:
     if isinstance(value, Repeated):
         for key in value.twice:
-            yield ConfigFault(
-                f"{path}.{key}" if path else key, value[key], "is given twice", "keep one of them"
-            )
+            yield ConfigFault(f"{path}.{key}" if path else key, value[key], "is given twice", "keep one of them")
         for key, part in value.items():
             yield from _twice(part, f"{path}.{key}" if path else key)
     elif isinstance(value, list):

@@ -29,8 +29,9 @@ from fullspeed.sharding.runtime import ShardingRuntime
 class Engine(ConfigAccessors, Checkpointing, nn.Module):
     """Wraps a module for training. Made by `fullspeed.initialize`; attributes it lacks are looked up on the module.
 
-    One update is `grad_accum_steps` times (forward, backward, step): only the last of these steps changes weights.
-    Gradients may equally come from plain `loss.backward()`, from several backwards, or from other engines' losses.
+    One update is `grad_accum_steps` times (forward, backward, step): only the last of these steps changes
+    weights. Gradients may equally come from plain `loss.backward()`, from several backwards, or from other
+    engines' losses.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Engine(ConfigAccessors, Checkpointing, nn.Module):
         self.param_names = {param: fqn for fqn, param in module.named_parameters()}
 
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
-        self._num_backwards = 0  # since the last update
+        self._num_backwards = self._num_micro_steps = 0  # since the last update
         self._forced_boundary: bool | None = None
         self._sync_disabled = False
         self._loss_is_scaled = False  # the coming plain backward starts from a loss `scale` returned
@@ -118,7 +119,8 @@ class Engine(ConfigAccessors, Checkpointing, nn.Module):
             gradient: the gradient with respect to `loss`, as for `torch.Tensor.backward`.
 
         Returns:
-            The loss divided by the accumulation steps (undivided if `scale_wrt_gas` is false), without loss scale.
+            The loss divided by the accumulation steps (undivided if `scale_wrt_gas` is false), without loss
+            scale.
 
         Raises:
             UsageError: no optimizer, or a loss that has no graph or is no scalar.
@@ -186,11 +188,14 @@ class Engine(ConfigAccessors, Checkpointing, nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` updates weights."""
+        return self._is_boundary(self._num_micro_steps + 1)
+
+    def _is_boundary(self, num_micro_steps: int) -> bool:
         if not self._config.managed_gradient_accumulation:
             return True
         if self._forced_boundary is not None:
             return self._forced_boundary
-        return (self.micro_steps + 1) % self._batch.grad_accum_steps == 0
+        return num_micro_steps >= self._batch.grad_accum_steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Decide the boundary by hand from now on. Call before backward, so that the last one can overlap."""
@@ -213,9 +218,10 @@ class Engine(ConfigAccessors, Checkpointing, nn.Module):
         """
         optimizer = self._require_optimizer("step")
         self._step_applied = False
-        if self.is_gradient_accumulation_boundary():
-            self._update(optimizer, lr_kwargs or {})
+        self._num_micro_steps += 1
         self.micro_steps += 1
+        if self._is_boundary(self._num_micro_steps):
+            self._update(optimizer, lr_kwargs or {})
         self.runtime.policy.is_boundary = self.is_gradient_accumulation_boundary()
 
     def _update(self, optimizer: ShardedOptimizer, lr_kwargs: dict[str, Any]) -> None:
@@ -225,7 +231,7 @@ class Engine(ConfigAccessors, Checkpointing, nn.Module):
         if not self._config.managed_gradient_accumulation:
             samples = self._batch.micro_batch_size * self.dp_world_size * self._num_backwards
         self.global_samples += samples
-        self._num_backwards = 0
+        self._num_backwards = self._num_micro_steps = 0
         if optimizer.overflow:
             self.skipped_steps += 1
         else:
@@ -270,8 +276,8 @@ class Engine(ConfigAccessors, Checkpointing, nn.Module):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """One update: `grad_accum_steps` micro-batches forward and backward, then the step.
 
-        The module must return its loss (see `engine.inputs.loss_of`). Returns the loss averaged over micro-batches
-        and ranks, fp32, detached.
+        The module must return its loss (see `engine.inputs.loss_of`). Returns the loss averaged over
+        micro-batches and ranks, fp32, detached.
         """
         self.train()
         total = torch.zeros((), dtype=torch.float32, device=self.device)
@@ -449,9 +455,7 @@ class Engine(ConfigAccessors, Checkpointing, nn.Module):
         if self._is_destroyed:
             raise UsageError(f"{what}: this engine was destroyed; build a new one with initialize")
         if self.optimizer is None:
-            raise UsageError(
-                f"{what} needs an optimizer; pass one to initialize or name one in the configuration"
-            )
+            raise UsageError(f"{what} needs an optimizer; pass one to initialize or name one in the configuration")
         return self.optimizer
 
     def destroy(self) -> None:

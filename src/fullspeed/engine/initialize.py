@@ -20,6 +20,7 @@ from fullspeed.engine.parts import build_optimizer, build_scheduler
 from fullspeed.optim.lamb import Lamb
 from fullspeed.precision.loss_scale import LossScale, StaticLossScale, make_loss_scale
 from fullspeed.precision.policy import PrecisionPolicy
+from fullspeed.sharding import access
 from fullspeed.sharding.build import build_runtime
 from fullspeed.sharding.optimizer import ShardedOptimizer, StepPolicy
 
@@ -44,9 +45,10 @@ def initialize(
     Args:
         args: a namespace; `args.deepspeed_config` names the configuration when `config` is absent.
         model: any module. Its parameters keep their identity; rank 0's values win.
-        optimizer: a fresh torch optimizer over the model's parameters, or a callable that makes one from a list of
-            parameters; wins over the configuration's `optimizer` section.
-        model_parameters: parameters, named parameters or param groups to optimise; by default all that require grad.
+        optimizer: a fresh torch optimizer over the model's parameters, or a callable that makes one from a
+            list of parameters; wins over the configuration's `optimizer` section.
+        model_parameters: parameters, named parameters or param groups to optimise; by default all that
+            require grad.
         training_data: a dataset to make a loader of, with the configured micro-batch size.
         lr_scheduler: a scheduler over `optimizer`, or a callable that makes one from the returned optimizer.
         distributed_port: port for ranks discovered through MPI or SLURM.
@@ -158,4 +160,6 @@ def _shard(
         sub_group_numel=zero.sub_group_size,
         require_all_used=not zero.ignore_unused_parameters,
     )
-    return ShardedOptimizer(basic, runtime, loss_scale, policy, dp_group), runtime, precision
+    optimizer = ShardedOptimizer(basic, runtime, loss_scale, policy, dp_group)
+    access.register(optimizer)
+    return optimizer, runtime, precision

@@ -71,9 +71,7 @@ def _place_ranks(options: LaunchOptions) -> int:
         # Ranks share a CPU, so their number is not limited by it; filters choose among cores only to count.
         if not (options.include or options.exclude):
             return options.num_accelerators or 1
-        return len(
-            choose_slots(_num_cores(), options.num_accelerators, options.include, options.exclude, hosts)
-        )
+        return len(choose_slots(_num_cores(), options.num_accelerators, options.include, options.exclude, hosts))
     count = accelerator.device_count()
     slots = choose_slots(count, options.num_accelerators, options.include, options.exclude, hosts)
     for name in accelerator.visible_devices_envs():

@@ -106,9 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("-q", "--quiet", action="store_true", help="show errors only")
     for subject, flags in _NOT_YET.items():
         for flag, num_values in flags.items():
-            add(
-                flag, action=_NotYet, nargs=None if num_values else 0, metavar=subject, help=argparse.SUPPRESS
-            )
+            add(flag, action=_NotYet, nargs=None if num_values else 0, metavar=subject, help=argparse.SUPPRESS)
     return parser
 
 

@@ -48,8 +48,6 @@ def _read_filter(flag: str, text: str, num_slots: int, hosts: Collection[str]) -
         words = listed.split(",") if colon else [str(slot) for slot in range(num_slots)]
         for word in words:
             if not word.strip().isdecimal() or int(word) >= num_slots:
-                raise UsageError(
-                    f"{flag} names slot {word!r} of {host}; slots are indices 0 to {num_slots - 1}"
-                )
+                raise UsageError(f"{flag} names slot {word!r} of {host}; slots are indices 0 to {num_slots - 1}")
             slots.add(int(word))
     return slots

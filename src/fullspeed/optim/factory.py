@@ -101,14 +101,10 @@ def make_optimizer(type: str, params: Mapping[str, Any], param_groups: ParamGrou
 def _forbidden(type: str, params: Mapping[str, Any]) -> list[ConfigFault]:
     faults = []
     if type.lower().replace("_", "") in _UNAVAILABLE:
-        faults.append(
-            ConfigFault("optimizer.type", type, "not available in this version", "use Adam, Lamb or SGD")
-        )
+        faults.append(ConfigFault("optimizer.type", type, "not available in this version", "use Adam, Lamb or SGD"))
     if "max_grad_norm" in params:
         rule = "gradients are not clipped by the optimizer"
-        faults.append(
-            ConfigFault(f"{_PATH}.max_grad_norm", params["max_grad_norm"], rule, "set gradient_clipping")
-        )
+        faults.append(ConfigFault(f"{_PATH}.max_grad_norm", params["max_grad_norm"], rule, "set gradient_clipping"))
     return faults
 
 
@@ -140,19 +136,13 @@ def _checked(kind: type[Optimizer], params: Mapping[str, Any], also: Iterable[st
 def _torch_optimizer(kind: type[Optimizer], params: Mapping[str, Any], groups: list[Any]) -> Optimizer:
     _checked(kind, params)
     build: Callable[..., Optimizer] = kind
-    if (
-        kind in _HAS_FUSED
-        and not params.keys() & {"fused", "foreach", "differentiable"}
-        and _fits_fused(groups)
-    ):
+    if kind in _HAS_FUSED and not params.keys() & {"fused", "foreach", "differentiable"} and _fits_fused(groups):
         build = partial(kind, fused=True)
     return build(groups, **params)
 
 
 def _fits_fused(groups: list[Any]) -> bool:
-    return all(
-        param.device.type in _FUSED_DEVICES and param.is_floating_point() for param in _tensors(groups)
-    )
+    return all(param.device.type in _FUSED_DEVICES and param.is_floating_point() for param in _tensors(groups))
 
 
 def _tensors(groups: Iterable[Any]) -> list[Tensor]:
@@ -173,17 +163,13 @@ def _make_adam(is_adamw: bool, params: Mapping[str, Any], groups: list[Any]) -> 
     switches = {name: params.get(name, default) for name, default in _ADAM_SWITCHES.items()}
     rest = {name: value for name, value in params.items() if name not in _ADAM_SWITCHES}
     if is_adamw and switches["adam_w_mode"] is False:
-        warn_once(
-            "optimizer AdamW always decouples weight decay; adam_w_mode false has no effect, use Adam instead"
-        )
+        warn_once("optimizer AdamW always decouples weight decay; adam_w_mode false has no effect, use Adam instead")
     decoupled = is_adamw or bool(switches["adam_w_mode"])
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     _checked(kind, params, also=_ADAM_SWITCHES)
     if switches["fp32_optimizer_states"] and any(param.element_size() < 4 for param in _tensors(groups)):
         rule = "optimizer states have the dtype of the parameters given to the optimizer, which is narrower"
-        raise ConfigError(
-            [ConfigFault(f"{_PATH}.fp32_optimizer_states", True, rule, "keep fp32 master weights")]
-        )
+        raise ConfigError([ConfigFault(f"{_PATH}.fp32_optimizer_states", True, rule, "keep fp32 master weights")])
     if not switches["torch_adam"]:
         rest.setdefault("weight_decay", 0.0)
     if switches["bias_correction"]:

@@ -51,9 +51,7 @@ class Lamb(Optimizer):
     ) -> None:
         check_hyperparameters(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         if not 0 <= min_coeff <= max_coeff:
-            raise ConfigError(
-                [ConfigFault("min_coeff", min_coeff, f"must lie in 0 .. max_coeff ({max_coeff:g})")]
-            )
+            raise ConfigError([ConfigFault("min_coeff", min_coeff, f"must lie in 0 .. max_coeff ({max_coeff:g})")])
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,

@@ -173,9 +173,7 @@ def muon_param_groups(
     """
     faults = unknown_names("optimizer.params", options, MUON_OPTIONS)
     if options.get("ns_method", "gram") not in ("gram", "standard"):
-        faults.append(
-            ConfigFault("optimizer.params.ns_method", options["ns_method"], "choose gram or standard")
-        )
+        faults.append(ConfigFault("optimizer.params.ns_method", options["ns_method"], "choose gram or standard"))
     if faults:
         raise ConfigError(faults)
     kinds = {
@@ -222,9 +220,7 @@ def _flagged(member: Tensor | tuple[str, Tensor]) -> Tensor:
 def _complete(group: dict[str, Any]) -> dict[str, Any]:
     """The group with defaults filled in; ConfigError without `use_muon` or for a value that cannot work."""
     if "use_muon" not in group:
-        raise ConfigError(
-            [ConfigFault("use_muon", None, "every group of MuonWithAuxAdam sets it to True or False")]
-        )
+        raise ConfigError([ConfigFault("use_muon", None, "every group of MuonWithAuxAdam sets it to True or False")])
     full = {**(_MUON_DEFAULTS if group["use_muon"] else _ADAM_DEFAULTS), **group}
     if full["use_muon"] and full["ns_method"] not in ("gram", "standard"):
         raise ConfigError([ConfigFault("ns_method", full["ns_method"], "choose gram or standard")])

@@ -48,9 +48,7 @@ class Scheduler(ABC):
 
     def __init__(self, optimizer: HasParamGroups, last_batch_iteration: int = -1) -> None:
         if not isinstance(optimizer, HasParamGroups):
-            raise TypeError(
-                f"a scheduler needs an optimizer with param_groups, not {type(optimizer).__name__}"
-            )
+            raise TypeError(f"a scheduler needs an optimizer with param_groups, not {type(optimizer).__name__}")
         self.optimizer = optimizer
         self.last_batch_iteration = last_batch_iteration
         self._last_lr: list[float] | None = None
@@ -165,9 +163,7 @@ class OneCycle(Scheduler):
             first_size=cycle_first_step_size,
             second_size=second,
             first_stairs=cycle_first_stair_count,
-            second_stairs=cycle_first_stair_count
-            if cycle_second_stair_count is None
-            else cycle_second_stair_count,
+            second_stairs=cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count,
             decay_step_size=decay_step_size,
         )
         self.min_lr = _per_group("cycle_min_lr", cycle_min_lr, optimizer)
@@ -182,9 +178,7 @@ class OneCycle(Scheduler):
     def get_lr(self) -> list[float]:
         """The learning rate of each group at the current step number."""
         return [
-            one_cycle_lr(
-                self.last_batch_iteration, self.cycle, min_lr=low, max_lr=high, decay_rate=self.decay_lr_rate
-            )
+            one_cycle_lr(self.last_batch_iteration, self.cycle, min_lr=low, max_lr=high, decay_rate=self.decay_lr_rate)
             for low, high in zip(self.min_lr, self.max_lr, strict=True)
         ]
 
@@ -233,9 +227,7 @@ class WarmupLR(Scheduler):
         self._write()
 
     def _fraction(self) -> float:
-        return warmup_fraction(
-            self.last_batch_iteration, num_steps=self.warmup_num_steps, kind=self.warmup_type
-        )
+        return warmup_fraction(self.last_batch_iteration, num_steps=self.warmup_num_steps, kind=self.warmup_type)
 
     def get_lr(self) -> list[float]:
         """The learning rate of each group at the current step number."""
@@ -265,9 +257,7 @@ class WarmupDecayLR(WarmupLR):
         last_batch_iteration: int = -1,
     ) -> None:
         self.total_num_steps = total_num_steps
-        super().__init__(
-            optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
-        )
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
         _warn_short("WarmupDecayLR", total_num_steps, warmup_num_steps)
 
     def _fraction(self) -> float:
@@ -391,6 +381,4 @@ def _warmup_type(name: str) -> WarmupType:
 
 def _warn_short(kind: str, total_num_steps: int, warmup_num_steps: int) -> None:
     if total_num_steps < warmup_num_steps:
-        warn_once(
-            f"{kind}: total_num_steps {total_num_steps} is less than warmup_num_steps {warmup_num_steps}"
-        )
+        warn_once(f"{kind}: total_num_steps {total_num_steps} is less than warmup_num_steps {warmup_num_steps}")

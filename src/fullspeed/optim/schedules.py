@@ -78,9 +78,7 @@ def one_cycle_lr(n: int, cycle: Cycle, *, min_lr: float, max_lr: float, decay_ra
     return (min_lr + (max_lr - min_lr) * cycle.position(n)) / (1.0 + decay_rate * cycle.decay_interval(n))
 
 
-def one_cycle_momentum(
-    n: int, cycle: Cycle, *, min_mom: float, max_mom: float, decay_rate: float = 0.0
-) -> float:
+def one_cycle_momentum(n: int, cycle: Cycle, *, min_mom: float, max_mom: float, decay_rate: float = 0.0) -> float:
     """Momentum: max - (max - min) * position, after the cycle max * (1 + decay_rate * interval).
 
     The decay is not bounded: a long run with a positive rate goes above 1, as the formula says.
@@ -145,8 +143,6 @@ def warmup_cosine_ratio(
     if n < 0:
         return 0.0
     if n < width:
-        return warmup_min_ratio + (1.0 - warmup_min_ratio) * warmup_fraction(
-            n, num_steps=num_steps, kind=kind
-        )
+        return warmup_min_ratio + (1.0 - warmup_min_ratio) * warmup_fraction(n, num_steps=num_steps, kind=kind)
     progress = min(1.0, (n - width + 1) / max(1, total_steps - width))
     return max(0.0, cos_min_ratio + (1.0 - cos_min_ratio) * (1.0 + math.cos(math.pi * progress)) / 2.0)

@@ -111,9 +111,7 @@ class WholeParams:
         return pieces
 
 
-def gather_by_sum(
-    shards: ShardView, pieces: Mapping[int, Tensor], indices: Sequence[int]
-) -> dict[int, Tensor]:
+def gather_by_sum(shards: ShardView, pieces: Mapping[int, Tensor], indices: Sequence[int]) -> dict[int, Tensor]:
     """A `gather_whole` made of `all_reduce_sum`: every rank adds its slices to zeros. Returns every index.
 
     Right for any cut of the parameters; a runtime with contiguous shards can do it with less traffic by

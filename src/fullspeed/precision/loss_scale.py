@@ -26,9 +26,7 @@ class LossScaleChange(NamedTuple):
         if self.new != self.old:
             outcome = f"loss scale {self.old:g} -> {self.new:g}"
         elif self.hysteresis_after != self.hysteresis_before:
-            outcome = (
-                f"loss scale stays {self.old:g}, hysteresis {self.hysteresis_before}->{self.hysteresis_after}"
-            )
+            outcome = f"loss scale stays {self.old:g}, hysteresis {self.hysteresis_before}->{self.hysteresis_after}"
         else:
             outcome = f"loss scale stays {self.old:g}"
         return f"gradient overflow, step skipped: {outcome}"
@@ -55,6 +53,10 @@ class LossScale(Protocol):
         """Count one optimizer step. Raises LossScaleError when the scale cannot go lower."""
         ...
 
+    def override(self, scale: float) -> None:
+        """Use `scale` from the next loss on; a dynamic scale moves on from it."""
+        ...
+
     def state_dict(self) -> dict[str, float | int]:
         """Everything a resumed run needs to go on as if it had not stopped."""
         ...
@@ -68,9 +70,7 @@ class StaticLossScale:
     """A scale that never moves. Scale 1 is training without scaling (fp32, bf16)."""
 
     def __init__(self, scale: float = 1.0) -> None:
-        if not (math.isfinite(scale) and scale > 0):
-            raise ConfigError([ConfigFault("loss_scale", scale, "a static scale is finite and above 0")])
-        self._scale = float(scale)
+        self._scale = _positive(scale)
 
     @property
     def scale(self) -> float:
@@ -85,6 +85,10 @@ class StaticLossScale:
     def update(self, overflow: bool) -> LossScaleChange:
         """Report the step; nothing changes."""
         return LossScaleChange(overflow, self._scale, self._scale, 1, 1)
+
+    def override(self, scale: float) -> None:
+        """Replace the factor."""
+        self._scale = _positive(scale)
 
     def state_dict(self) -> dict[str, float | int]:
         """The scale."""
@@ -179,6 +183,10 @@ class DynamicLossScale:
         if grows:
             self._scale *= 2
 
+    def override(self, scale: float) -> None:
+        """Replace the current factor; counters stay."""
+        self._scale = _positive(scale)
+
     def state_dict(self) -> dict[str, float | int]:
         """Scale and counters; the rule itself comes from the configuration."""
         return {
@@ -211,10 +219,14 @@ def make_loss_scale(
     Raises ConfigError for a scale that is negative or not finite, and for impossible dynamic settings.
     """
     if loss_scale == 0:
-        return DynamicLossScale(
-            2.0**initial_scale_power, window, hysteresis, consecutive_hysteresis, min_scale
-        )
+        return DynamicLossScale(2.0**initial_scale_power, window, hysteresis, consecutive_hysteresis, min_scale)
     return StaticLossScale(loss_scale)
+
+
+def _positive(scale: float) -> float:
+    if not (math.isfinite(scale) and scale > 0):
+        raise ConfigError([ConfigFault("loss_scale", scale, "a scale is finite and above 0")])
+    return float(scale)
 
 
 def _check_dynamic(init_scale: float, window: int, hysteresis: int, min_scale: float) -> None:
@@ -236,6 +248,4 @@ def _check_dynamic(init_scale: float, window: int, hysteresis: int, min_scale: f
 def _require(state: Mapping[str, float | int], names: tuple[str, ...]) -> None:
     missing = [name for name in names if name not in state]
     if missing:
-        raise CheckpointError(
-            f"loss scale state lacks {', '.join(missing)}; it has {', '.join(state) or 'nothing'}"
-        )
+        raise CheckpointError(f"loss scale state lacks {', '.join(missing)}; it has {', '.join(state) or 'nothing'}")

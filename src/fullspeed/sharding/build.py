@@ -8,7 +8,15 @@ import torch
 from torch import nn
 
 from fullspeed.base.errors import UsageError
-from fullspeed.comm import Agreement, AllReduceTransport, Group, broadcast, get_rank, get_world_size, make_transport
+from fullspeed.comm import (
+    Agreement,
+    AllReduceTransport,
+    Group,
+    broadcast,
+    get_rank,
+    get_world_size,
+    make_transport,
+)
 from fullspeed.config import Config
 from fullspeed.precision.policy import PrecisionPolicy, torch_dtype
 from fullspeed.sharding import placeholder
@@ -29,13 +37,14 @@ def build_runtime(
 ) -> ShardingRuntime:
     """Move the model's parameters into flat groups, placed as the configured ZeRO stage asks.
 
-    Collective. Rank 0's values win: parameters and buffers are broadcast first. Afterwards every parameter is the
-    same object with the same name and shape, backed by a group. Managed are the parameters in `optimized` and frozen
-    ones nobody manages yet; without an optimizer (None), all. What is left stays the caller's, so two engines can
-    train disjoint parts of one model.
+    Collective. Rank 0's values win: parameters and buffers are broadcast first. Afterwards every parameter is
+    the same object with the same name and shape, backed by a group. Managed are the parameters in `optimized`
+    and frozen ones nobody manages yet; without an optimizer (None), all. What is left stays the caller's, so
+    two engines can train disjoint parts of one model.
 
     Raises:
-        UsageError: a parameter is not on `device`, belongs to another engine, or shares memory with another one.
+        UsageError: a parameter is not on `device`, belongs to another engine, or shares memory with another
+            one.
     """
     managed = _managed(model, optimized)
     _check_parameters(managed, device)
@@ -188,4 +197,3 @@ def _group_dtypes(planned: PlannedGroup, precision: PrecisionPolicy) -> GroupDty
     accum = precision.grad_accum if precision.grad_accum and storage.is_floating_point else storage
     wire = planned.key.wire or precision.wire or storage
     return GroupDtypes(storage, compute, master, accum, wire if storage.is_floating_point else storage)
-

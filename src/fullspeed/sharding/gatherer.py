@@ -1,12 +1,14 @@
 """Making groups whole in time: demands, prefetch under a live budget, and the agreement that keeps ranks in step.
 
-Ranks may use different modules, in different orders, a different number of times. A gather needs every rank, so before
-each one the ranks exchange what they are about to do (two integers each, on a group of their own). In a round
+Ranks may use different modules, in different orders, a different number of times. A gather needs every rank,
+so before each one the ranks exchange what they are about to do (two integers each, on a group of their own).
+In a round
 - every group that any rank demands is gathered by all, in index order;
 - a prefetch happens if all ranks ask for the same one;
 - a rank at the end of its forward or backward says "idle", and stays until no rank asks for anything;
 - a rank at the step says "at step", and stays until all are there.
-No order of uses can therefore mispair two gathers or leave a rank waiting for a gather that its peers never join.
+No order of uses can therefore mispair two gathers or leave a rank waiting for a gather that its peers never
+join.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@
 |         |          |         | sharded: per pass    |                                                               |
 | reduced | (N,)/(n,)| accum   | grads' share         | gradients averaged over ranks; a view of `local` when it can  |
 
-Where compute dtype = storage dtype and parameters are whole, `full` and `store` are one tensor and no verb copies
-anything. Otherwise `full` is freed by resizing its storage to zero and refilled in place, so that autograd's saved
-views of it stay valid (arXiv:1910.02054, section 5, for what is sharded when).
+Where compute dtype = storage dtype and parameters are whole, `full` and `store` are one tensor and no verb
+copies anything. Otherwise `full` is freed by resizing its storage to zero and refilled in place, so that
+autograd's saved views of it stay valid (arXiv:1910.02054, section 5, for what is sharded when).
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class FlatGroup:
         self._fresh = [True] * len(self.params)  # slot has nothing in `local` yet
         self.has_local = False
         self.touched = [False] * len(self.params)  # slot got a gradient since the last step, on this rank
+        self._is_exposed = False  # reduced gradients are visible as `param.grad`
         self._reducing: Pending | None = None
         self._incoming: torch.Tensor | None = None
         if self.is_trainable and not placement.grads:
@@ -162,7 +163,8 @@ class FlatGroup:
     @torch.no_grad()
     def begin_unshard(self) -> None:
         """Start making the group whole. Collective when parameters are sharded; may be repeated on a whole group,
-        which then only serves its shard to the other ranks (the values it receives are those it has)."""
+        which then only serves its shard to the other ranks (the values it receives are those it has).
+        """
         if self._gathering is not None:
             self.finish_unshard()
         if not self._is_whole:
@@ -206,8 +208,8 @@ class FlatGroup:
     def begin_publish(self) -> Pending | None:
         """After the optimizer's step: bring the resident values up to date with `master`.
 
-        Returns a pending gather where whole parameters are updated shard by shard, else None (sharded parameters
-        are refilled by their next unshard).
+        Returns a pending gather where whole parameters are updated shard by shard, else None (sharded
+        parameters are refilled by their next unshard).
         """
         assert self.master is not None
         own = self._own_store()
@@ -234,12 +236,9 @@ class FlatGroup:
         assert self.local is not None
         where = self.layout.slots[slot]
         view = self.local[where.offset : where.end].view(where.shape)
-        if grad.data_ptr() == view.data_ptr() and grad.dtype == view.dtype and where.numel:
-            self._fresh[slot] = False  # autograd accumulated in place into the exposed gradient
-        else:
-            _accumulate(view, grad, factor * self.scaling.pre, self._fresh[slot])
-            self._fresh[slot] = False
-            param.grad = None
+        _accumulate(view, grad, factor * self.scaling.pre, self._fresh[slot])
+        self._fresh[slot] = False
+        param.grad = None
         self.has_local = True
         self.touched[slot] = True
 
@@ -327,7 +326,7 @@ class FlatGroup:
         """Forget all gradients; the buffers of whole gradients stay allocated."""
         self.finish_reduce()
         self.reduced = None
-        self.has_local = False
+        self.has_local = self._is_exposed = False
         self._fresh = [True] * len(self.params)
         self.touched = [False] * len(self.params)
         if self.placement.grads:
@@ -339,13 +338,22 @@ class FlatGroup:
         """Show whole reduced gradients as `param.grad`, as plain torch does until the step (only where they are whole)."""
         if self.placement.optim or self.reduced is None:
             return
+        self._is_exposed = True
         for param, slot, touched in zip(self.params, self.layout.slots, self.touched, strict=True):
             if touched and param.dtype == self.reduced.dtype and not placeholder.is_sharded(param):
                 param.grad = self.reduced[slot.offset : slot.end].view(slot.shape)
 
+    def unexpose_grads(self) -> None:
+        """Take exposed gradients back, with what the user made of them. Does nothing when none are exposed."""
+        if self._is_exposed:
+            self.adopt_exposed_grads()
+            self._is_exposed = False
+            for param in self.params:
+                param.grad = None
+
     def adopt_exposed_grads(self) -> None:
         """Take over gradients the user put in place of the exposed ones between backward and step."""
-        if self.placement.optim or self.reduced is None:
+        if not self._is_exposed or self.reduced is None:
             return
         for index, (param, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
             if not self.touched[index] or param.dtype != self.reduced.dtype or placeholder.is_sharded(param):
@@ -363,6 +371,34 @@ class FlatGroup:
         if self.placement.optim:
             return self.layout.pieces(self.links.rank)
         return self.layout.pieces_between(0, self.numel)
+
+    @torch.no_grad()
+    def write_slot(self, slot: int, value: torch.Tensor) -> None:
+        """Set one parameter's values everywhere this rank keeps them. `value` is whole and equal on all ranks."""
+        where, flat = self.layout.slots[slot], value.reshape(-1)
+        own_start, _ = self.layout.shard_range(self.links.rank)
+        for tensor, is_shard in self._resident_tensors():
+            start = own_start if is_shard else 0
+            low, high = max(where.offset, start), min(where.end, start + tensor.numel())
+            if low < high:
+                tensor[low - start : high - start].copy_(flat[low - where.offset : high - where.offset])
+
+    def _resident_tensors(self) -> list[tuple[torch.Tensor, bool]]:
+        """(tensor, whether it is this rank's shard only) of everything that holds values now."""
+        found = [(self.store, self.placement.params)]
+        if self.master is not None:
+            found.append((self.master, self.placement.optim))
+        if self.is_transient and self._is_whole:
+            found.append((self.full, False))
+        return found
+
+    def ensure_reduced(self) -> torch.Tensor:
+        """The reduced gradients, zeros if there are none yet."""
+        self.finish_reduce()
+        if self.reduced is None:
+            assert self.master is not None
+            self.reduced = torch.zeros(self.master.numel(), dtype=self.dtypes.accum, device=self.device)
+        return self.reduced
 
     def nbytes(self) -> dict[str, int]:
         """Bytes this rank holds for the group's params, grads, master copies and live full values, by name."""
@@ -386,7 +422,7 @@ class FlatGroup:
 
 
 def _accumulate(view: torch.Tensor, grad: torch.Tensor, factor: float, is_fresh: bool) -> None:
-    """view (+)= factor * grad, in one pass over memory where dtypes agree."""
+    """View (+)= factor * grad, in one pass over memory where dtypes agree."""
     if grad.is_sparse:
         grad = grad.to_dense()
     if not is_fresh:

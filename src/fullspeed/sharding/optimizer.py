@@ -116,7 +116,7 @@ class ShardedOptimizer(Optimizer):
     # ------------------------------------------------------------------- step
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters with the gradients reduced so far, then clear them. Collective.
 
         On overflow (fp16, and bf16 with `check_grad_overflow`) nothing changes but the loss scale.
@@ -237,7 +237,8 @@ class ShardedOptimizer(Optimizer):
     def _first_nonfinite(self) -> str:
         """Name of the first parameter whose gradient is not finite, agreed by all ranks. Collective.
 
-        After a first overflow, gradients are watched as they arrive, so the rank that made the value is known too.
+        After a first overflow, gradients are watched as they arrive, so the rank that made the value is known
+        too.
         """
         found = None
         for owned in self.owned:
@@ -255,7 +256,7 @@ class ShardedOptimizer(Optimizer):
     # ------------------------------------------------------- optimizer's names
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The inner optimizer's groups; their "params" are this rank's pieces."""
         return self.optimizer.param_groups
 

@@ -1,9 +1,11 @@
 """What a parameter is while its values live in shards: itself, minus the right to be read.
 
-The user's `nn.Parameter` object stays the same object; only its class changes while its flat storage is freed, as
-torch's own `UninitializedParameter` does. Shape, dtype, device, `requires_grad`, hooks and identity answer as ever. An
-operation that needs the values goes through `__torch_function__` to the resolver of the runtime that owns the
-parameter: inside a forward or backward the resolver gathers the values and the operation goes on; elsewhere it raises.
+The user's `nn.Parameter` object stays the same object; only its class changes while its flat storage is
+freed, as torch's own `UninitializedParameter` does. Shape, dtype, device, `requires_grad`, hooks and identity
+answer as ever. An operation that needs the values goes through `__torch_function__` to the resolver of the
+runtime that owns the
+parameter: inside a forward or backward the resolver gathers the values and the operation goes on; elsewhere
+    it raises.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ def is_adopted(param: nn.Parameter) -> bool:
 
 def disown(param: nn.Parameter) -> None:
     """Forget the runtime that owned `param`."""
-    _resolvers.pop(param, None)
+    if param in _resolvers:
+        del _resolvers[param]
 
 
 def hide(param: nn.Parameter) -> None:
@@ -127,6 +130,4 @@ def _sharded_in(value: Any) -> Iterator[nn.Parameter]:
 
 
 def _describe(param: torch.Tensor) -> str:
-    shape = tuple(torch.Tensor.size(param))
-    dtype = torch.Tensor.dtype.__get__(param)
-    return f"tensor(shape={shape}, dtype={dtype}, values in shards)"
+    return f"tensor(shape={tuple(param.shape)}, dtype={param.dtype}, values in shards)"

@@ -1,8 +1,9 @@
 """Which modules are units and which parameters share a flat buffer. Reads modules, allocates nothing.
 
-A unit is a module whose parameters are needed at the same time: a transformer block, an embedding, a head. Units come
-from, in this order: leaf modules the user declared; the classes a Hugging Face model lists in `_no_split_modules`; the
-members of every `ModuleList` and `Sequential`; and each remaining module that owns parameters itself.
+A unit is a module whose parameters are needed at the same time: a transformer block, an embedding, a head.
+Units come from, in this order: leaf modules the user declared; the classes a Hugging Face model lists in
+`_no_split_modules`; the members of every `ModuleList` and `Sequential`; and each remaining module that owns
+parameters itself.
 """
 
 from __future__ import annotations
@@ -66,14 +67,15 @@ def make_plan(
     """Divide parameters of `root` into units and groups.
 
     Args:
-        root: the model. A parameter with several names, or a module reached by several paths, is planned once.
+        root: the model. A parameter with several names, or a module reached by several paths, is planned
+            once.
         managed: the parameters to plan; others are left alone.
         grouping: overrides.
         wires: reduction dtype of single parameters, where it differs from their group's default.
 
     Returns:
-        Every managed parameter in exactly one group; parameters that differ in dtype, device, `requires_grad` or
-        reduction dtype are never in the same one.
+        Every managed parameter in exactly one group; parameters that differ in dtype, device, `requires_grad`
+        or reduction dtype are never in the same one.
     """
     names = {param: fqn for fqn, param in root.named_parameters()}
     units = list(_units(root, grouping))
@@ -149,8 +151,6 @@ def _is_leaf(module: nn.Module, name: str, grouping: Grouping) -> bool:
     )
 
 
-def scope_groups(
-    module: nn.Module, group_of: dict[nn.Parameter, int], *, recurse: bool
-) -> Sequence[int]:
+def scope_groups(module: nn.Module, group_of: dict[nn.Parameter, int], *, recurse: bool) -> Sequence[int]:
     """Indices of the groups that hold any parameter of `module` (of its whole subtree when `recurse`)."""
     return sorted({group_of[param] for param in module.parameters(recurse=recurse) if param in group_of})

@@ -2,9 +2,10 @@
 
 Life of a pass
 1. A scope (a unit, or a module that owns parameters) is entered: its groups are made whole (`Gatherer.use`).
-2. It is left: groups nobody else uses are released; its outputs will ask for them again when their gradient comes.
-3. Backward reaches an output, or unpacks a saved view: the group is made whole and held until its last gradient.
-4. A gradient arrives: it moves into the group's flat buffer; with the last one the group's reduction starts, in the
+2. It is left: groups nobody else uses are released; its outputs will ask for them again when their gradient
+comes. 3. Backward reaches an output, or unpacks a saved view: the group is made whole and held until its last
+gradient. 4. A gradient arrives: it moves into the group's flat buffer; with the last one the group's
+reduction starts, in the
    agreed order, while backward goes on.
 5. Backward ends: remaining reductions are started, all are waited for, everything is released.
 """
@@ -117,7 +118,7 @@ class ShardingRuntime:
         for param, (group, slot) in self.slot_of.items():
             placeholder.adopt(param, self._resolve)
             if group.is_trainable:
-                self._handles.append(param.register_hook(partial(self._scale_into_exposed, param)))
+                self._handles.append(param.register_hook(partial(self._before_accumulate, group)))
                 hook = partial(self._on_grad, group, slot)
                 self._handles.append(param.register_post_accumulate_grad_hook(hook))
 
@@ -259,13 +260,9 @@ class ShardingRuntime:
         self._finish_in_flight()
         self._release_backward()
 
-    def _scale_into_exposed(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor | None:
-        """Before autograd adds into a gradient that is exposed as `param.grad`, scale what it adds as we would."""
-        if param.grad is None:
-            return None
-        group, _ = self.slot_of[param]
-        factor = self._pass_factor() * group.scaling.pre
-        return None if factor == 1.0 else grad * factor
+    def _before_accumulate(self, group: FlatGroup, grad: torch.Tensor) -> None:
+        """Autograd is about to add to `param.grad`: take an exposed gradient back first, it counts already."""
+        group.unexpose_grads()
 
     def _pass_factor(self) -> float:
         return self._factor if self._pass_id != _NO_PASS else self.default_factor
@@ -362,7 +359,8 @@ class ShardingRuntime:
 
     def finish_reduction(self) -> dict[nn.Parameter, bool]:
         """Reduce whatever no pass has reduced. Returns, for every trainable parameter, whether any rank's gradient
-        reached it since the last step. Collective."""
+        reached it since the last step. Collective.
+        """
         self.abandon_pass()
         self.gatherer.drain(is_step=True)
         flags = self._agreement.maximum(self._flags())

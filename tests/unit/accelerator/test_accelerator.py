@@ -92,10 +92,7 @@ def test_set_accelerator_wins(cpu):
 
 
 def test_import_initialises_no_device():
-    code = (
-        "import torch, fullspeed.accelerator as a; a.get_accelerator()\n"
-        "assert not torch.cuda.is_initialized()"
-    )
+    code = "import torch, fullspeed.accelerator as a; a.get_accelerator()\nassert not torch.cuda.is_initialized()"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

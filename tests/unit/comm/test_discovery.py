@@ -78,9 +78,7 @@ def test_address_alone_is_no_launcher(setenv):
     assert discover()[:6] == (0, 1, 0, 1, "localhost", 7)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("RANK", "8"), ("RANK", "-1"), ("WORLD_SIZE", "0"), ("RANK", "x")]
-)
+@pytest.mark.parametrize(("name", "value"), [("RANK", "8"), ("RANK", "-1"), ("WORLD_SIZE", "0"), ("RANK", "x")])
 def test_impossible_numbers_are_refused(setenv, name, value):
     setenv({**TORCHRUN, name: value})
     with pytest.raises(UsageError, match=value):

@@ -52,11 +52,7 @@ def faults(source, **options):
             "zero_optimization.stage3_prefetch",
         ),
         (
-            {
-                "data_efficiency": {
-                    "data_sampling": {"curriculum_learning": {"curriculum_metrics": {"a": {"min": 1}}}}
-                }
-            },
+            {"data_efficiency": {"data_sampling": {"curriculum_learning": {"curriculum_metrics": {"a": {"min": 1}}}}}},
             "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.a.min",
             "known keys",
         ),

@@ -153,9 +153,7 @@ def test_dump_loads_again():
 
 def test_auto_in_sections_is_the_default():
     block = {"stage": "auto", "reduce_bucket_size": "auto", "offload_param": {"pin_memory": "auto"}}
-    config = load_config(
-        {"zero_optimization": block, "fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}
-    )
+    config = load_config({"zero_optimization": block, "fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}})
     assert config.zero_optimization.reduce_bucket_size == 500_000_000
     assert not config.fp16.enabled
     assert unresolved_auto(config) == []
@@ -203,9 +201,7 @@ def test_a6_batch_keys_are_not_needed_to_load():
 
 def test_third_party_keys_and_comments_are_left_alone():
     source = {"msamp": {"enabled": True}, "inference": {"tensor_parallel": {"tp_size": 2}}}
-    load_config(
-        {**source, "_comment": "x", "_train_batch_size": 3, "//": 1, "$schema": "x", "fp16": {"_note": 1}}
-    )
+    load_config({**source, "_comment": "x", "_train_batch_size": 3, "//": 1, "$schema": "x", "fp16": {"_note": 1}})
 
 
 def test_null_block_is_absent():

@@ -46,11 +46,7 @@ def test_a12_typos_in_a_block_without_device_are_still_faults():
 
 @pytest.mark.parametrize(
     ("precision", "stage", "accum"),
-    list(
-        product(
-            [{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}], range(4), [None, "bf16", "fp32"]
-        )
-    ),
+    list(product([{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}], range(4), [None, "bf16", "fp32"])),
 )
 def test_a13_every_accumulation_dtype_loads(precision, stage, accum):
     config = load_config(
@@ -74,9 +70,7 @@ def test_a8_warmup_without_maximum_leaves_it_to_the_optimizer():
 
 def test_old_names_warn_and_work(warnings):
     zero = {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True}
-    assert load_config(
-        {"zero_optimization": zero}
-    ).zero_optimization.stage3_gather_16bit_weights_on_model_save
+    assert load_config({"zero_optimization": zero}).zero_optimization.stage3_gather_16bit_weights_on_model_save
     assert "stage3_gather_16bit_weights_on_model_save" in warnings[0]
     load_config({"zero_optimization": zero})
     assert len(warnings) == 1
@@ -127,9 +121,7 @@ def test_cpu_offload_switches(warnings):
     zero = parse({"zero_optimization": block}).zero_optimization
     assert zero.offload_optimizer.device == zero.offload_param.device == "cpu"
     assert not zero.offload_optimizer.pin_memory
-    assert (
-        load_config({"zero_optimization": {"cpu_offload": False}}).zero_optimization.offload_optimizer is None
-    )
+    assert load_config({"zero_optimization": {"cpu_offload": False}}).zero_optimization.offload_optimizer is None
     assert len(warnings) == 3  # the same text is said once
 
 
@@ -144,9 +136,7 @@ def test_documented_misspellings():
     assert not config.elasticity.prefer_larger_batch
 
 
-@pytest.mark.parametrize(
-    "kind", ["Adam", "ADAMW", "adagrad", "Lion", "LAMB", "muon", "OneBitAdam", "onebitlamb"]
-)
+@pytest.mark.parametrize("kind", ["Adam", "ADAMW", "adagrad", "Lion", "LAMB", "muon", "OneBitAdam", "onebitlamb"])
 def test_max_grad_norm_is_refused(kind):
     found = faults({"optimizer": {"type": kind, "params": {"lr": 0.1, "max_grad_norm": 1.0}}})
     assert "gradient_clipping" in found["optimizer.params.max_grad_norm"]
@@ -294,9 +284,7 @@ def test_vocabulary_size_warns(warnings):
 
 
 def test_copies_and_pickles():
-    config = load_config(
-        {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}, "gradient_clipping": "auto"}
-    )
+    config = load_config({"optimizer": {"type": "Adam", "params": {"lr": "auto"}}, "gradient_clipping": "auto"})
     assert copy.deepcopy(config) == config
     assert pickle.loads(pickle.dumps(config)) == config
 
@@ -304,9 +292,7 @@ def test_copies_and_pickles():
 def test_compression_and_elasticity_parse():
     quantize = {
         "shared_parameters": {"enabled": True, "quantize_groups": 4},
-        "different_groups": {
-            "g1": {"params": {"start_bits": 8, "target_bits": 4}, "modules": ["attn", "mlp"]}
-        },
+        "different_groups": {"g1": {"params": {"start_bits": 8, "target_bits": 4}, "modules": ["attn", "mlp"]}},
     }
     elastic = {"enabled": True, "micro_batch_sizes": [8, 10, 12], "version": 0.1}
     config = parse({"compression_training": {"weight_quantization": quantize}, "elasticity": elastic})

@@ -71,9 +71,7 @@ def test_defaults_are_supported_and_paths_exist():
         value_at(Config(), missing.path)
 
 
-@pytest.mark.parametrize(
-    "kind", ["Adam", "adamw", "Adagrad", "lion", "LAMB", "Muon", "SGD", "RMSprop", "NAdam"]
-)
+@pytest.mark.parametrize("kind", ["Adam", "adamw", "Adagrad", "lion", "LAMB", "Muon", "SGD", "RMSprop", "NAdam"])
 def test_built_optimizers_pass(kind):
     load_config({"optimizer": {"type": kind}})
 

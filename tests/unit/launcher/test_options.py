@@ -22,9 +22,7 @@ def test_defaults():
 
 
 def test_own_flags_before_the_script():
-    words = (
-        "--num_gpus=2 -i localhost:0 --master_port 7 --no_local_rank --enable_each_rank_log logs -q train.py"
-    )
+    words = "--num_gpus=2 -i localhost:0 --master_port 7 --no_local_rank --enable_each_rank_log logs -q train.py"
     options = parse(words.split())
     assert options.num_accelerators == 2
     assert options.include == "localhost:0"

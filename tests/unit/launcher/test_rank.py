@@ -80,9 +80,7 @@ def test_exception_leaves_a_record_without_our_frames(start, tmp_path):
         assert "runpy" not in text
 
 
-@pytest.mark.parametrize(
-    ("source", "code"), [("import sys; sys.exit(5)", 5), ("raise KeyboardInterrupt", None)]
-)
+@pytest.mark.parametrize(("source", "code"), [("import sys; sys.exit(5)", 5), ("raise KeyboardInterrupt", None)])
 def test_leaving_is_no_failure_to_record(start, tmp_path, source, code):
     (tmp_path / "leave.py").write_text(source)
     done = start(SCRIPT, "leave.py")
@@ -91,9 +89,7 @@ def test_leaving_is_no_failure_to_record(start, tmp_path, source, code):
 
 
 def test_output_goes_to_the_ranks_log(start, tmp_path):
-    (tmp_path / "talk.py").write_text(
-        "import os, sys; print('out'); sys.stdout.flush(); os.system('echo err >&2')"
-    )
+    (tmp_path / "talk.py").write_text("import os, sys; print('out'); sys.stdout.flush(); os.system('echo err >&2')")
     done = start(SCRIPT, "talk.py", log_prefix=str(tmp_path / "now_rank"))
     assert done.stdout == done.stderr == ""
     assert (tmp_path / "now_rank3.log").read_text() == "out\nerr\n"

@@ -104,9 +104,7 @@ def test_no_fused_kernel_on_meta():
 
 def test_without_bias_correction():
     mine = make_params()
-    optimizer = make_optimizer(
-        "Adam", {"bias_correction": False, "amsgrad": False, "weight_decay": 0.1}, mine
-    )
+    optimizer = make_optimizer("Adam", {"bias_correction": False, "amsgrad": False, "weight_decay": 0.1}, mine)
     assert type(optimizer) is UncorrectedAdam
     assert optimizer.defaults["decoupled_weight_decay"] is False
     with pytest.raises(ConfigError, match="bias_correction"):

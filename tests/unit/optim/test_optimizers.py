@@ -30,9 +30,7 @@ def gradients(step, dtype, shapes=SHAPES):
 
 def run(optimizer, params, steps=5):
     for step in range(steps):
-        for param, grad in zip(
-            params, gradients(step, params[0].dtype, [p.shape for p in params]), strict=True
-        ):
+        for param, grad in zip(params, gradients(step, params[0].dtype, [p.shape for p in params]), strict=True):
             param.grad = grad
         optimizer.step()
 
@@ -44,9 +42,7 @@ def check(params, update, steps=5, tolerance=None):
     states = [{} for _ in expected]
     for step in range(steps):
         grads = gradients(step, dtype, [p.shape for p in params])
-        expected = [
-            update(p, g.double(), s, step + 1) for p, g, s in zip(expected, grads, states, strict=True)
-        ]
+        expected = [update(p, g.double(), s, step + 1) for p, g, s in zip(expected, grads, states, strict=True)]
     bound = tolerance or TOLERANCE[dtype]
     for param, value in zip(params, expected, strict=True):
         torch.testing.assert_close(param.detach().double(), value, rtol=bound, atol=bound)

@@ -116,9 +116,7 @@ def test_warmup_maximum_defaults_to_the_optimizers_lr():
 
 
 def test_one_cycle_runs_on_without_decay():
-    values, moms = trace(
-        "OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.11, "cycle_first_step_size": 2}, 20
-    )
+    values, moms = trace("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.11, "cycle_first_step_size": 2}, 20)
     assert values[4:] == pytest.approx([0.01] * 17)  # G3
     assert [mom[0] for mom in moms[4:]] == pytest.approx([0.9] * 16)
 

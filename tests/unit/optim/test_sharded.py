@@ -97,9 +97,7 @@ EVERY = set(range(len(SHAPES)))
 def test_even_shards(make, world):
     shapes = [param.shape for param in params_of(whole_groups())]
     cuts = even_cuts(shapes, world)
-    if (
-        world > 1
-    ):  # not vacuous: some matrix straddles two ranks, and some rank owns nothing of some parameter
+    if world > 1:  # not vacuous: some matrix straddles two ranks, and some rank owns nothing of some parameter
         assert any(len({*cut}) > 2 for cut in cuts)
         assert any(cut[0] == cut[1] for cut in cuts)
     compare(make, world, cuts, [EVERY] * 4)

@@ -1,0 +1,1 @@
+"""State on disk: files, the manifest that describes them, and commits that a crash cannot tear."""

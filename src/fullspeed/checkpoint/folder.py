@@ -1,0 +1,126 @@
+"""Where checkpoints lie, and how a new one takes its place.
+
+    save_dir/
+      latest                 the tag of the newest checkpoint, written last
+      TAG/manifest.json      the commit: it names the data folder and every file in it
+      TAG/data-N/            tensors and other state; N grows when the tag is written again
+      .TAG.partial/          a checkpoint being written; whoever finds one after a crash may delete it
+
+A new tag appears by renaming `.TAG.partial`. A tag that exists gets the new data folder beside the old one,
+then a new manifest by an atomic replace, and only then loses the old data. So at every moment each name leads
+to a whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+from collections.abc import Mapping
+
+from fullspeed.base.errors import CheckpointError
+from fullspeed.checkpoint.durable import replace_file, sync_folder, write_file
+from fullspeed.checkpoint.manifest import FileRecord, Manifest
+
+LATEST = "latest"
+MANIFEST = "manifest.json"
+_DATA = "data-"
+
+
+def check_tag(tag: object) -> str:
+    """The tag as a string that can name a folder. Raises CheckpointError when it cannot."""
+    name = str(tag)
+    if not name.strip():
+        raise CheckpointError(f"the checkpoint tag is {name!r}; give it a name, or pass None for the default one")
+    if "/" in name or "\\" in name or "\0" in name:
+        raise CheckpointError(
+            f"the checkpoint tag {name!r} contains a path; put the folder into the directory argument"
+        )
+    if name.startswith(".") or name == LATEST:
+        raise CheckpointError(f"the checkpoint tag {name!r} is reserved; choose another name")
+    return name
+
+
+def latest_tag(folder: pathlib.Path) -> str | None:
+    """The tag that `latest` names; None when there is no such file."""
+    try:
+        return check_tag((folder / LATEST).read_text().strip())
+    except FileNotFoundError:
+        return None
+
+
+def write_latest(folder: pathlib.Path, tag: str) -> None:
+    """Make `tag` the one that is loaded by default."""
+    replace_file(folder / LATEST, [tag.encode()])
+
+
+def available_tags(folder: pathlib.Path) -> list[str]:
+    """Tags of the checkpoints in a folder."""
+    return sorted(found.parent.name for found in folder.glob(f"*/{MANIFEST}"))
+
+
+class PendingCheckpoint:
+    """A checkpoint being written. Rank 0: `prepare`, then `commit` or `discard`; the others only use `data`."""
+
+    def __init__(self, folder: pathlib.Path, tag: str, generation: int) -> None:
+        self.folder, self.tag = folder, tag
+        self.final = folder / tag
+        self.partial = folder / f".{tag}.partial"
+        self.data_name = f"{_DATA}{generation}"
+        self.data = self.partial / self.data_name
+
+    @classmethod
+    def prepare(cls, folder: pathlib.Path, tag: str) -> PendingCheckpoint:
+        """Make room for a new checkpoint; what an earlier attempt at the same tag left behind is removed."""
+        folder.mkdir(parents=True, exist_ok=True)
+        final = folder / tag
+        if final.exists() and not final.is_dir():
+            raise CheckpointError(f"{final} is a file; move it away or choose another tag")
+        pending = cls(folder, tag, 1 + max(_generations(final), default=-1))
+        pending.discard()
+        pending.data.mkdir(parents=True)
+        return pending
+
+    @property
+    def generation(self) -> int:
+        """The N of the data folder."""
+        return int(self.data_name.removeprefix(_DATA))
+
+    def commit(self, manifest: Manifest) -> None:
+        """Make the checkpoint the one its tag leads to."""
+        self._check_visible(manifest.files)
+        write_file(self.partial / MANIFEST, [manifest.to_json().encode()])
+        sync_folder(self.data)
+        sync_folder(self.partial)
+        if not self.final.exists():
+            os.rename(self.partial, self.final)
+            sync_folder(self.folder)
+            return
+        os.rename(self.data, self.final / self.data_name)
+        sync_folder(self.final)
+        os.replace(self.partial / MANIFEST, self.final / MANIFEST)
+        sync_folder(self.final)
+        for old in _generations(self.final):
+            if old != self.generation:
+                shutil.rmtree(self.final / f"{_DATA}{old}")
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove what was written so far."""
+        if self.partial.exists():
+            shutil.rmtree(self.partial)
+
+    def _check_visible(self, files: Mapping[str, FileRecord]) -> None:
+        """Whether this rank sees what the others wrote."""
+        for name, record in files.items():
+            path = self.data / name
+            if not path.exists() or path.stat().st_size != record.nbytes:
+                raise CheckpointError(
+                    f"rank 0 does not see {path} as another rank wrote it; the checkpoint directory must lie "
+                    f"on storage that all ranks share"
+                )
+
+
+def _generations(final: pathlib.Path) -> list[int]:
+    numbers = (path.name.removeprefix(_DATA) for path in final.glob(f"{_DATA}*"))
+    return [int(number) for number in numbers if number.isdigit()]

@@ -1,0 +1,210 @@
+"""Reading and writing one parameter's full-precision value, gradient and optimizer state, wherever they live.
+
+`param` is the user's own parameter. The `full` functions are collective when the stage shards what they
+touch: every rank calls them, in the same order. They return None for a parameter no engine trains. The
+    `local` functions touch this
+rank's shard only and return None where it owns nothing of the parameter.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fullspeed.base.errors import UsageError
+from fullspeed.sharding.group import FlatGroup
+from fullspeed.sharding.optimizer import OwnedPiece, ShardedOptimizer
+
+_optimizers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # user's parameter -> weakref to its ShardedOptimizer
+
+
+def register(optimizer: ShardedOptimizer) -> None:
+    """Make the optimizer's parameters known to the accessors. Keeps nothing alive."""
+    reference = weakref.ref(optimizer)
+    for params in optimizer.bit16_groups:
+        for param in params:
+            _optimizers[param] = reference
+
+
+def _owner(param: nn.Parameter) -> ShardedOptimizer | None:
+    optimizer: ShardedOptimizer | None = _optimizers[param]() if param in _optimizers else None
+    if optimizer is None or param not in optimizer.runtime.slot_of:
+        return None
+    return optimizer
+
+
+@torch.no_grad()
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """The master value of `param`: fp32 in 16-bit training, else its own dtype; a copy of the parameter's shape."""
+    optimizer = _owner(param)
+    if optimizer is None:
+        return None
+    group, slot = optimizer.runtime.slot_of[param]
+    if group.master is None:
+        return None
+    return _slot_of(group, slot, _whole(group, group.master))
+
+
+@torch.no_grad()
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the master value and everything forward reads. Every rank passes the same whole `value`."""
+    optimizer = _require(param)
+    group, slot = optimizer.runtime.slot_of[param]
+    _check_shape(param, value)
+    optimizer.runtime.gatherer.free_idle()
+    group.write_slot(slot, value)
+
+
+@torch.no_grad()
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The gradient the next step will use: averaged over ranks, without loss scale; None before any backward.
+
+    Between backward and step. Reduces what is not reduced yet.
+    """
+    optimizer = _owner(param)
+    if optimizer is None:
+        return None
+    touched = optimizer.runtime.finish_reduction()
+    group, slot = optimizer.runtime.slot_of[param]
+    if group.reduced is None or not touched.get(param, False):
+        return None
+    grad = _slot_of(group, slot, _whole(group, group.reduced)).to(
+        torch.promote_types(group.reduced.dtype, torch.float32)
+    )
+    return grad / optimizer.loss_scale if optimizer.loss_scale != 1.0 else grad
+
+
+@torch.no_grad()
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace the gradient the next step will use. Every rank passes the same whole, unscaled `value`."""
+    optimizer = _require(param)
+    _check_shape(param, value)
+    optimizer.runtime.finish_reduction()
+    group, slot = optimizer.runtime.slot_of[param]
+    group.touched[slot] = True
+    reduced = group.ensure_reduced()
+    owned = optimizer.owned_piece(param)
+    if owned is not None:
+        _piece_of(reduced, owned).copy_(_cut(value, owned) * optimizer.loss_scale)
+    group.expose_grads()
+
+
+@torch.no_grad()
+def safe_get_full_optimizer_state(param: nn.Parameter, key: str) -> torch.Tensor | None:
+    """One optimizer state tensor of `param`, `exp_avg` for example, whole; None before the first step."""
+    optimizer = _owner(param)
+    if optimizer is None:
+        return None
+    group, slot = optimizer.runtime.slot_of[param]
+    own_flat: torch.Tensor | None = None
+    for owned in optimizer.owned:
+        value = optimizer.state[owned.tensor].get(key) if owned.tensor in optimizer.state else None
+        if owned.group is group and isinstance(value, torch.Tensor) and value.numel() == owned.piece.numel:
+            if own_flat is None:
+                assert group.master is not None
+                own_flat = torch.zeros(group.master.numel(), dtype=value.dtype, device=value.device)
+            _piece_of(own_flat, owned).copy_(value.reshape(-1))
+    if own_flat is None:
+        if not optimizer.state:
+            return None
+        raise UsageError(f"the optimizer keeps no state named {key!r} of a parameter's own shape")
+    return _slot_of(group, slot, _whole(group, own_flat))
+
+
+@torch.no_grad()
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, key: str) -> None:
+    """Replace one optimizer state tensor. Every rank passes the same whole `value`."""
+    optimizer = _require(param)
+    _check_shape(param, value)
+    owned = optimizer.owned_piece(param)
+    if owned is not None:
+        state = optimizer.state[owned.tensor]
+        if key not in state:
+            raise UsageError(f"the optimizer has no state {key!r} of this parameter yet; it has {list(state)}")
+        state[key].reshape(-1).copy_(_cut(value, owned))
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """This rank's slice of the master value, 1-D, live."""
+    owned = _owned(param)
+    return None if owned is None else owned.tensor.detach().reshape(-1)
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Write this rank's slice of the master value; forward sees it after the next step."""
+    owned = _owned(param)
+    if owned is not None:
+        owned.tensor.detach().reshape(-1).copy_(value.reshape(-1))
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """This rank's slice of the reduced gradient, 1-D, live, still loss-scaled; None before any backward."""
+    owned = _owned(param)
+    if owned is None or owned.group.reduced is None:
+        return None
+    return _piece_of(owned.group.reduced, owned)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Write this rank's slice of the reduced gradient."""
+    grad = safe_get_local_grad(param)
+    if grad is not None:
+        grad.copy_(value.reshape(-1))
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, key: str) -> torch.Tensor | None:
+    """This rank's slice of one optimizer state tensor, 1-D, live; None before the first step."""
+    owned, optimizer = _owned(param), _owner(param)
+    if owned is None or optimizer is None or owned.tensor not in optimizer.state:
+        return None
+    value: torch.Tensor = optimizer.state[owned.tensor][key]
+    return value.reshape(-1)
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, key: str) -> None:
+    """Write this rank's slice of one optimizer state tensor."""
+    state = safe_get_local_optimizer_state(param, key)
+    if state is not None:
+        state.copy_(value.reshape(-1))
+
+
+def _owned(param: nn.Parameter) -> OwnedPiece | None:
+    optimizer = _owner(param)
+    return None if optimizer is None else optimizer.owned_piece(param)
+
+
+def _require(param: nn.Parameter) -> ShardedOptimizer:
+    optimizer = _owner(param)
+    if optimizer is None:
+        raise UsageError("no engine trains this parameter; pass the model's own parameter, after initialize")
+    return optimizer
+
+
+def _check_shape(param: nn.Parameter, value: torch.Tensor) -> None:
+    if value.shape != param.shape:
+        raise UsageError(f"the value has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}")
+
+
+def _whole(group: FlatGroup, own: torch.Tensor) -> torch.Tensor:
+    """The flat whole of which `own` is this rank's part."""
+    if not group.placement.optim:
+        return own
+    full = torch.empty(group.numel, dtype=own.dtype, device=own.device)
+    group.links.gather.all_gather(full, own.contiguous()).wait()
+    return full
+
+
+def _slot_of(group: FlatGroup, slot: int, full: torch.Tensor) -> torch.Tensor:
+    where = group.layout.slots[slot]
+    return full[where.offset : where.end].view(where.shape).clone()
+
+
+def _piece_of(own: torch.Tensor, owned: OwnedPiece) -> torch.Tensor:
+    return own[owned.piece.shard_offset : owned.piece.shard_offset + owned.piece.numel]
+
+
+def _cut(value: torch.Tensor, owned: OwnedPiece) -> torch.Tensor:
+    return value.reshape(-1)[owned.piece.start : owned.piece.stop]
