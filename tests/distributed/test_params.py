@@ -173,13 +173,13 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.single = nn.Linear(5, 6)
-        self.half = nn.Linear(6, 6).bfloat16()
-        self.double = nn.Linear(6, 3).double()
+        self.middle = nn.Linear(5, 6)
+        self.narrow = nn.Linear(6, 6).bfloat16()
+        self.wide = nn.Linear(6, 3).double()
 
     def forward(self, x):
-        x = torch.tanh(self.single(x))
-        return self.double(self.half(x.bfloat16()).double())
+        x = torch.tanh(self.middle(x))
+        return self.wide(self.narrow(x.bfloat16()).double())
 
 
 def mixed(seed=0):
@@ -323,7 +323,8 @@ def test_a_sharded_parameter_outside_forward(rank, world_size):
     assert weight.numel() == 35
     assert weight.dtype == torch.float32
     assert "shards" in repr(weight)
-    assert weight.untyped_storage().nbytes() == 0
+    with torch._C.DisableTorchFunctionSubclass():
+        assert weight.untyped_storage().nbytes() == 0
     assert [name for name, _ in engine.named_parameters()] == [f"module.{name}" for name, _ in mlp().named_parameters()]
     reads = (
         lambda: weight.sum(),
@@ -339,7 +340,7 @@ def test_a_sharded_parameter_outside_forward(rank, world_size):
         lambda: torch.save(weight, "/dev/null"),
     )
     for index, read in enumerate(reads):
-        with pytest.raises(UsageError, match=r"parameter 0\.weight is sharded"):
+        with pytest.raises(UsageError, match=r"parameter 0\.weight\b.* is sharded"):
             read()
             raise AssertionError(f"read {index} passed")
     engine.destroy()

@@ -56,7 +56,8 @@ def write_latest(folder: pathlib.Path, tag: str) -> None:
 
 def available_tags(folder: pathlib.Path) -> list[str]:
     """Tags of the checkpoints in a folder."""
-    return sorted(found.parent.name for found in folder.glob(f"*/{MANIFEST}"))
+    names = (found.parent.name for found in folder.glob(f"*/{MANIFEST}"))
+    return sorted(name for name in names if not name.startswith("."))
 
 
 class PendingCheckpoint:

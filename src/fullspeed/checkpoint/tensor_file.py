@@ -63,4 +63,4 @@ def tensor_parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memory
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data

@@ -81,8 +81,7 @@ def rendezvous(what: str, group: Group | None = None) -> None:
         )
     _turns.advance(name)
     if turn:
-        store.delete_key(f"{name}/{turn - 1}/{me}")  # everyone is at this turn, so nobody reads that one any
-        more
+        store.delete_key(f"{name}/{turn - 1}/{me}")  # everyone is at this turn: nobody reads that one any more
 
 
 def _wait_for(store: Any, keys: dict[int, str]) -> list[int]:

@@ -11,9 +11,9 @@ Files in the data folder of a checkpoint (see `checkpoint.folder` and `checkpoin
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import pathlib
-import zlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,8 +44,8 @@ class _Offer(NamedTuple):
 
     folder: str
     tag: str
-    buffers: dict[str, int]  # checksum of each
-    client_state: int  # checksum
+    buffers: dict[str, bytes]  # digest of each
+    client_state: bytes  # digest
 
 
 class _Written(NamedTuple):
@@ -110,7 +110,7 @@ class Checkpointing(ModuleState):
             packed["client_state"] = pack({"client_state": dict(client_state or {})})
             name = check_tag(f"global_step{self.global_steps}" if tag is None else tag)
             digests = collect.buffer_digests(collect.named_state(self.module, self.runtime))
-            return _Offer(str(save_dir), name, digests, zlib.crc32(packed["client_state"]))
+            return _Offer(str(save_dir), name, digests, hashlib.sha256(packed["client_state"]).digest())
 
         offers = together(offer, CheckpointError, group)
         folder, name = self._agree_place(offers)
@@ -156,8 +156,7 @@ class Checkpointing(ModuleState):
     def _warn_of_unfinished_accumulation(self) -> None:
         if any(group.has_local or group.reduced is not None for group in self.runtime.trainable):
             log_dist(
-                "gradients accumulated since the last update are not saved; a resumed run repeats their "
-                "micro-batches",
+                "gradients accumulated since the last update are not saved; a resumed run repeats their micro-batches",
                 level=logging.WARNING,
             )
 
@@ -313,9 +312,9 @@ class Checkpointing(ModuleState):
         # Only rank 0 looks, so that ranks cannot disagree while somebody replaces the file.
         return together(lambda: latest_tag(folder) if get_rank(group) == 0 else None, CheckpointError, group)[0]
 
-    def _check_fit(self, reader: CheckpointReader, tag: str, strict: bool | None, with_optimizer: bool) ->
-        None: manifest = reader.manifest if strict is not None:  # None: the caller's own function loads the
-        weights, and knows what fits
+    def _check_fit(self, reader: CheckpointReader, tag: str, strict: bool | None, with_optimizer: bool) -> None:
+        manifest = reader.manifest
+        if strict is not None:  # None: the caller's own function loads the weights, and knows what fits
             restore.check_names(manifest, collect.named_state(self.module, self.runtime), tag, strict=strict)
         if not with_optimizer:
             return

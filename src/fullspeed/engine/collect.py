@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -74,10 +74,10 @@ def param_records(state: NamedState, runtime: ShardingRuntime, *, exclude_frozen
     return tuple(records)
 
 
-def buffer_digests(state: NamedState) -> dict[str, int]:
+def buffer_digests(state: NamedState) -> dict[str, bytes]:
     """A checksum of every buffer, to find those in which ranks differ."""
     return {
-        fqn: zlib.crc32(buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        fqn: hashlib.sha256(buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).digest()
         for fqn, buffer in state.buffers.items()
     }
 

@@ -128,7 +128,7 @@ class Engine(ConfigAccessors, Checkpointing, nn.Module):
         optimizer = self._require_optimizer("backward")
         if loss.numel() != 1 and gradient is None:
             raise UsageError(
-                f"backward needs a scalar loss, got shape {tuple(loss.shape)}; reduce it (mean or sum) or pass gradient="
+                f"backward needs a scalar loss, got shape {tuple(loss.shape)}; reduce it, or pass gradient="
             )
         if not loss.requires_grad:
             raise UsageError("backward got a loss without a graph; compute it with gradients enabled")

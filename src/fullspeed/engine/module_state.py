@@ -44,7 +44,7 @@ class ModuleState:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> Any:
-        """The module's state dict: whole tensors on the CPU, as stored (16-bit in bf16 and fp16 training), on every rank.
+        """The module's state dict: whole tensors on the CPU, as stored (16-bit in bf16 and fp16), on every rank.
 
         Sharded parameters are gathered group by group. Memory: the whole model in host memory of each rank;
         use `save_16bit_model` where only a file is wanted.

@@ -45,9 +45,11 @@ class SavedWeights:
         self._reader, self._use_masters = reader, use_masters
 
     def param(self, fqn: str, start: int, stop: int) -> torch.Tensor | None:
+        """The resident value, as stored or given."""
         return self._reader.elements(PARAM, fqn, start, stop) if self._reader.has(PARAM, fqn) else None
 
     def master(self, fqn: str, start: int, stop: int) -> torch.Tensor | None:
+        """The saved master, or the resident value."""
         if self._use_masters and self._reader.has(MASTER, fqn):
             return self._reader.elements(MASTER, fqn, start, stop)
         return self.param(fqn, start, stop)
@@ -60,10 +62,12 @@ class GivenWeights:
         self._state_dict = state_dict
 
     def param(self, fqn: str, start: int, stop: int) -> torch.Tensor | None:
+        """The resident value, as stored or given."""
         tensor = self._state_dict.get(fqn)
         return None if tensor is None else tensor.detach().reshape(-1)[start:stop]
 
     def master(self, fqn: str, start: int, stop: int) -> torch.Tensor | None:
+        """The saved master, or the resident value."""
         return self.param(fqn, start, stop)
 
 
@@ -210,8 +214,7 @@ def check_shapes(
         raise CheckpointError(f"{what} does not fit the model: {'; '.join(faults)}{fix}")
 
 
-def check_optimizer(manifest: Manifest, common: Mapping[str, Any], optimizer: ShardedOptimizer, tag: str) ->
-None:
+def check_optimizer(manifest: Manifest, common: Mapping[str, Any], optimizer: ShardedOptimizer, tag: str) -> None:
     """Compare the checkpoint's optimizer with the engine's. Raises CheckpointError saying where they differ."""
     instead = "pass load_optimizer_states=False to load everything else"
     mine, saved = type(optimizer.optimizer).__name__, manifest.optimizer
@@ -222,8 +225,7 @@ None:
     rows, names = common["param_groups"], group_names(optimizer)
     if len(rows) != len(names):
         raise CheckpointError(
-            f"checkpoint {tag!r} has {len(rows)} param groups, this engine's optimizer {len(names)}; "
-            f"{instead}"
+            f"checkpoint {tag!r} has {len(rows)} param groups, this engine's optimizer {len(names)}; {instead}"
         )
     for index, (row, wanted) in enumerate(zip(rows, names, strict=True)):
         differing = set(row["fqns"]) ^ {manifest.aliases.get(fqn, fqn) for fqn in wanted}

@@ -5,23 +5,29 @@ so before each one the ranks exchange what they are about to do (two integers ea
 In a round
 - every group that any rank demands is gathered by all, in index order;
 - a prefetch happens if all ranks ask for the same one;
-- a rank at the end of its forward or backward says "idle", and stays until no rank asks for anything;
-- a rank at the step says "at step", and stays until all are there.
+- a rank at the end of its forward or backward, or at its step, says so, and serves the others meanwhile (`Idle`).
 No order of uses can therefore mispair two gathers or leave a rank waiting for a gather that its peers never
 join.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from fullspeed.base.errors import UsageError
 from fullspeed.comm import Agreement
 from fullspeed.sharding.group import FlatGroup
 from fullspeed.sharding.trace import UseTrace
 
-_IDLE = -1  # at the end of a forward or backward
-_AT_STEP = -2  # at the optimizer's step
+
+class Idle(enum.IntEnum):
+    """Why a rank asks for no group: where it is, and so what it waits for."""
+
+    FORWARD_DONE = -1  # until no rank asks for anything
+    BACKWARD_DONE = -2  # until, besides, every rank has started the reductions this rank waits for
+    AT_STEP = -3  # until every rank is at its step
 
 
 class LiveBudget(NamedTuple):
@@ -46,9 +52,10 @@ class Gatherer:
         self._budget = budget
         self._agreement = agreement
         self._num_launched = num_launched
-        self.num_launched_by_all = 0  # reductions of this pass that every rank is known to have started
+        self.num_launched_by_all = 0  # reductions, counted over all passes, that every rank is known to have started
         self._codes: list[int] = []  # what every rank said in the last round
-        self._communicates = any(group.needs_gather for group in groups)
+        self._launched: list[int] = []  # reductions every rank had started by then
+        self.communicates = any(group.needs_gather for group in groups)
         self._prefetched: set[int] = set()
         self._recent: list[int] = []  # most recently used last; the last two are never evicted
         self.trace = UseTrace([group.numel for group in groups])
@@ -65,7 +72,7 @@ class Gatherer:
             return
         self._prefetched.discard(group.index)
         self.trace.use(group.index)
-        self._recent = [index for index in self._recent if index != group.index][-1:] + [group.index]
+        self._recent = [*[index for index in self._recent if index != group.index][-1:], group.index]
         if not group.is_whole:
             self._make_whole(group)
         self._prefetch()
@@ -160,7 +167,7 @@ class Gatherer:
         rows = self._agreement.exchange([code, self._num_launched()])
         codes = [row[0] for row in rows]
         self.num_launched_by_all = min(row[1] for row in rows)
-        self._codes = codes
+        self._codes, self._launched = codes, [row[1] for row in rows]
         settled = sorted({other // 2 for other in codes if other >= 0 and other % 2})
         if not settled and codes[0] >= 0 and all(other == codes[0] for other in codes):
             settled = [codes[0] // 2]
@@ -176,14 +183,38 @@ class Gatherer:
             self.peak_live_bytes = max(self.peak_live_bytes, self._live_bytes)
         group.begin_unshard()
 
-    def drain(self, *, is_step: bool) -> None:
-        """Serve the other ranks' demands until no rank has any left (`is_step`: until every rank is at its step)."""
-        if not self._communicates:
+    def drain(self, reason: Idle) -> None:
+        """Serve the other ranks' demands for as long as `reason` says.
+
+        Raises:
+            UsageError: on every rank, when one reached its step with fewer backwards than another.
+        """
+        if not self.communicates:
             return
         while True:
-            for index in self._round(_AT_STEP if is_step else _IDLE):
+            for index in self._round(reason):
                 group = self._groups[index]
                 group.finish_unshard()
                 self.release(group)
-            if max(self._codes) <= (_AT_STEP if is_step else _IDLE):
-                return
+            if max(self._codes) < 0:
+                self._check_backwards()
+                if self._may_leave(reason):
+                    return
+
+    def _may_leave(self, reason: Idle) -> bool:
+        if reason is Idle.AT_STEP:
+            return all(code == Idle.AT_STEP for code in self._codes)
+        return reason is Idle.FORWARD_DONE or self.num_launched_by_all >= self._num_launched()
+
+    def _check_backwards(self) -> None:
+        most = max(self._launched)
+        behind = [
+            rank
+            for rank, (code, launched) in enumerate(zip(self._codes, self._launched, strict=True))
+            if code == Idle.AT_STEP and launched < most
+        ]
+        if behind:
+            raise UsageError(
+                f"rank {', '.join(map(str, behind))} called step after fewer backwards than the other ranks; "
+                f"every rank must call backward equally often (backward a zero loss where there is no data)"
+            )

@@ -50,7 +50,7 @@ class GradScaling(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupLinks:
-    """How a group's buffers travel. Gathers and reductions use channels of their own, so neither waits for the other."""
+    """How a group's buffers travel. Gathers and reductions have a channel each, so neither waits for the other."""
 
     gather: Transport
     reduce: Transport
@@ -162,8 +162,10 @@ class FlatGroup:
 
     @torch.no_grad()
     def begin_unshard(self) -> None:
-        """Start making the group whole. Collective when parameters are sharded; may be repeated on a whole group,
-        which then only serves its shard to the other ranks (the values it receives are those it has).
+        """Start making the group whole. Collective when parameters are sharded.
+
+        May be repeated on a whole group, which then only serves its shard to the other ranks: the values it receives
+        are those it has.
         """
         if self._gathering is not None:
             self.finish_unshard()
@@ -246,10 +248,12 @@ class FlatGroup:
         """Make room for this rank's own gradients; what was reduced before is kept apart."""
         if self.has_local:
             return
-        self.finish_reduce()
         if self.placement.grads:
+            # Not waiting for a reduction under way: it keeps its own buffer, and a peer may need us first.
             self.local = torch.empty(self.numel, dtype=self.dtypes.accum, device=self.device)
-        elif self.reduced is not None and self._aliases_local(self.reduced):
+            return
+        self.finish_reduce()
+        if self.reduced is not None and self._aliases_local(self.reduced):
             self.reduced = self.reduced.clone()
 
     def _aliases_local(self, tensor: torch.Tensor) -> bool:
@@ -335,7 +339,7 @@ class FlatGroup:
             param.grad = None
 
     def expose_grads(self) -> None:
-        """Show whole reduced gradients as `param.grad`, as plain torch does until the step (only where they are whole)."""
+        """Show reduced gradients as `param.grad` until the step, as plain torch does. Only where they are whole."""
         if self.placement.optim or self.reduced is None:
             return
         self._is_exposed = True

@@ -24,13 +24,16 @@ from torch import nn
 from fullspeed.base.errors import UsageError
 from fullspeed.comm import Agreement
 from fullspeed.sharding import placeholder
-from fullspeed.sharding.gatherer import Gatherer, LiveBudget
+from fullspeed.sharding.gatherer import Gatherer, Idle, LiveBudget
 from fullspeed.sharding.group import FlatGroup
 from fullspeed.sharding.order import ReductionOrder
 from fullspeed.sharding.outputs import tensors_in
 from fullspeed.sharding.plan import scope_groups
 
 _NO_PASS = -2
+
+# Beyond two, a reduction gains nothing by starting early, and its buffers are held for longer.
+MAX_REDUCTIONS_IN_FLIGHT = 2
 
 
 class ReductionPolicy:
@@ -79,11 +82,14 @@ class ShardingRuntime:
             param: (group, slot) for group in groups for slot, param in enumerate(group.params)
         }  # parameter -> where it lives
         self.order = ReductionOrder([group.index for group in reversed(self.trainable)])
+        self._num_launched = 0  # reductions started so far, over all passes
         self._order_is_learned = False
-        self.gatherer = Gatherer(groups, budget, agreement, lambda: self.order.num_launched)
-        self._in_flight: list[FlatGroup] = []
+        self.gatherer = Gatherer(groups, budget, agreement, lambda: self._num_launched)
+        self._in_flight: list[tuple[int, FlatGroup]] = []  # (how many were launched before, group), oldest first
         self._fired = dict.fromkeys((group.index for group in self.trainable), 0)
-        self._expected = dict.fromkeys(self._fired, 0)  # gradients per pass, learned; 0 means unknown
+        self._expected = {  # gradients per pass: one each at first, then as many as in the last pass
+            group.index: len(group.params) for group in self.trainable
+        }
         self._last_fired: dict[int, int] = {}  # group -> when its last gradient of a pass came
         self._clock = itertools.count()
         self._depth = 0
@@ -165,7 +171,7 @@ class ShardingRuntime:
             group.users -= 1
             self._release_after_forward(group)
         if _graph_task() == -1:
-            self.gatherer.drain(is_step=False)
+            self.gatherer.drain(Idle.FORWARD_DONE)
             if not torch.is_grad_enabled():
                 self.gatherer.free_idle()
                 self.gatherer.trace.end_pass()
@@ -249,7 +255,6 @@ class ShardingRuntime:
     def _open_pass(self, pass_id: int, factor: float) -> None:
         self._pass_id, self._factor = pass_id, factor
         self.order.begin_pass()
-        self.gatherer.num_launched_by_all = 0
         self._fired = dict.fromkeys(self._fired, 0)
 
     def abandon_pass(self) -> None:
@@ -268,9 +273,7 @@ class ShardingRuntime:
         return self._factor if self._pass_id != _NO_PASS else self.default_factor
 
     def _on_grad(self, group: FlatGroup, slot: int, param: torch.Tensor) -> None:
-        if self.watch_nonfinite and self.first_nonfinite is None and param.grad is not None:
-            if not torch.isfinite(param.grad).all():
-                self.first_nonfinite = group.fqns[slot]
+        self._watch(group, slot, param)
         group.accumulate(slot, self._pass_factor())
         if self._pass_id == _NO_PASS:
             return  # a backward that touched no module of ours; the step reduces what it left
@@ -286,21 +289,26 @@ class ShardingRuntime:
             group.held_by_backward = False
             self.gatherer.release(group)
 
+    def _watch(self, group: FlatGroup, slot: int, param: torch.Tensor) -> None:
+        is_watching = self.watch_nonfinite and self.first_nonfinite is None
+        if is_watching and param.grad is not None and not torch.isfinite(param.grad).all():
+            self.first_nonfinite = group.fqns[slot]
+
     def _launch(self, group: FlatGroup) -> None:
-        self._in_flight.append(group)
+        self._in_flight.append((self._num_launched, group))
+        self._num_launched += 1
         group.begin_reduce()
-        in_flight = sum(g.numel for g in self._in_flight)
-        # A reduction may only be waited for in mid-backward if no rank can be waiting for us to gather first.
-        safe = self.order.num_launched
-        if any(g.needs_gather for g in self.groups):
-            safe = min(safe, self.gatherer.num_launched_by_all)
-        while self._in_flight and (in_flight > self.policy.max_in_flight_numel or len(self._in_flight) > 2):
-            oldest = self._in_flight[0]
-            if self.order.order.index(oldest.index) >= safe:
+        in_flight = sum(waiting.numel for _, waiting in self._in_flight)
+        while in_flight > self.policy.max_in_flight_numel or len(self._in_flight) > MAX_REDUCTIONS_IN_FLIGHT:
+            number, oldest = self._in_flight[0]
+            # In mid-backward, wait only for what every rank has started: another may be waiting for us to gather.
+            if self.gatherer.communicates and number >= self.gatherer.num_launched_by_all:
                 return
             self._in_flight.pop(0)
             in_flight -= oldest.numel
             self._settle(oldest)
+            if not self._in_flight:
+                return
 
     def _settle(self, group: FlatGroup) -> None:
         """Bound what a reduction in flight holds: finish it where gradients are sharded, else start its last phase."""
@@ -323,7 +331,7 @@ class ShardingRuntime:
         self._pass_id = _NO_PASS
         self._expected = dict(self._fired)
         self._release_backward()
-        self.gatherer.drain(is_step=False)
+        self.gatherer.drain(Idle.BACKWARD_DONE)
         if self.policy.in_backward:
             for group in self.trainable:
                 group.advance_reduce()
@@ -358,11 +366,12 @@ class ShardingRuntime:
     # ------------------------------------------------------------------- step
 
     def finish_reduction(self) -> dict[nn.Parameter, bool]:
-        """Reduce whatever no pass has reduced. Returns, for every trainable parameter, whether any rank's gradient
-        reached it since the last step. Collective.
+        """Reduce whatever no pass has reduced. Collective.
+
+        Returns, for every trainable parameter, whether any rank's gradient reached it since the last step.
         """
         self.abandon_pass()
-        self.gatherer.drain(is_step=True)
+        self.gatherer.drain(Idle.AT_STEP)
         flags = self._agreement.maximum(self._flags())
         while flags[0]:
             for index in self.order.order:
