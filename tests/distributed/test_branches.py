@@ -144,22 +144,6 @@ def test_unused_parameters_can_be_an_error(rank, world_size):
 
 
 @ranks(2)
-def test_only_one_rank_has_a_backward(rank, world_size):
-    """A rank whose micro-batch is dropped still steps; its gradients count as zeros."""
-    for stage in STAGES:
-        pair = Pair(rank, world_size, stack, zero_config(stage), adamw)
-        for _ in range(3):
-            batches = vectors(world_size, pair.num_steps, 0)
-            if rank == 0 or pair.num_steps == 1:
-                pair.engine.backward(square(pair.engine, batches[rank]))
-            pair.engine.step()
-            present = batches if pair.num_steps == 1 else batches[:1]
-            pair.reference_backward(present)
-            pair.reference_step()
-        pair.check()
-
-
-@ranks(2)
 def test_loss_that_ignores_part_of_the_output(rank, world_size):
     """Rank 1's loss needs only the first half of the model."""
 

@@ -1,7 +1,6 @@
 """A few integers that every rank learns from every other: how ranks settle what to communicate next.
 
-Always on CPU tensors over a group of its own, so an agreement neither waits behind bulk transfers nor stops a
-GPU.
+Always on CPU tensors over a group of its own, so an agreement neither waits behind bulk transfers nor stops a GPU.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ a longer action on every rank and lets all of them fail if one does.
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,6 +21,8 @@ from fullspeed.comm.observe import emit
 
 TIMEOUT_VARIABLE = "FULLSPEED_RENDEZVOUS_TIMEOUT"
 DEFAULT_TIMEOUT_S = 30.0
+_POLL_S = 0.02
+_HERE, _GAVE_UP = "here", "gave up"
 
 T = TypeVar("T")
 
@@ -67,11 +70,11 @@ def rendezvous(what: str, group: Group | None = None) -> None:
     name = f"fullspeed/{what}/{','.join(map(str, ranks))}"
     store = dist.distributed_c10d._get_default_store()
     turn = _turns.next(store, name)
-    mine = f"{name}/{turn}/{me}"
-    store.set(mine, "here")
-    missing = _wait_for(store, {rank: f"{name}/{turn}/{rank}" for rank in ranks})
+    keys = {rank: f"{name}/{turn}/{rank}" for rank in ranks}
+    store.set(keys[me], _HERE)
+    missing = _wait_for(store, keys)
     if missing:
-        store.delete_key(mine)
+        store.set(keys[me], _GAVE_UP)  # whoever comes now must wait until this rank calls again
         verb = "has" if len(missing) == 1 else "have"
         plural = "" if len(missing) == 1 else "s"
         raise CommError(
@@ -85,11 +88,18 @@ def rendezvous(what: str, group: Group | None = None) -> None:
 
 
 def _wait_for(store: Any, keys: dict[int, str]) -> list[int]:
-    """Ranks whose key did not appear in time."""
+    """Ranks that did not come in time; those that came and gave up only if nobody else is to blame."""
+    deadline = time.monotonic() + rendezvous_timeout_s()
     try:
         store.wait(list(keys.values()), datetime.timedelta(seconds=rendezvous_timeout_s()))
     except RuntimeError:  # the stores differ in what they raise on a time-out
-        return [rank for rank, key in keys.items() if not store.check([key])]
+        never = [rank for rank, key in keys.items() if not store.check([key])]
+        if never:
+            return never
+    while gone := [rank for rank, key in keys.items() if store.get(key).decode() != _HERE]:
+        if time.monotonic() > deadline:
+            return gone
+        time.sleep(_POLL_S)
     return []
 
 
@@ -98,6 +108,7 @@ def together(action: Callable[[], T], error_type: type[FullSpeedError], group: G
 
     Raises:
         error_type: on every rank, with the first failing rank's cause, when `action` raised anywhere.
+        CommError: a rank ended instead of answering.
     """
     value: T | None = None
     caught: Exception | None = None
@@ -105,7 +116,10 @@ def together(action: Callable[[], T], error_type: type[FullSpeedError], group: G
         value = action()
     except Exception as error:  # re-raised below, on every rank
         caught = error
-    outcomes = all_gather_object((value, None if caught is None else _describe(caught)), group)
+    try:
+        outcomes = all_gather_object((value, None if caught is None else _describe(caught)), group)
+    except RuntimeError as error:
+        raise CommError(f"a rank ended while the others waited for it; see its own output. Here: {error}") from caught
     faults = [(rank, text) for rank, (_, text) in enumerate(outcomes) if text is not None]
     if not faults:
         return [value for value, _ in outcomes]

@@ -33,12 +33,12 @@ def get_world_group() -> Group:
     """The group of all ranks."""
     world: Group | None = dist.group.WORLD
     assert world is not None, "init_distributed was not called"
-    return cast(Group, world)
+    return world
 
 
 def new_group(ranks: list[int] | None = None, backend: str | None = None) -> Group:
     """A new group; every rank of the world must call this, in the same order."""
-    return dist.new_group(ranks, backend=backend)
+    return cast(Group, dist.new_group(ranks, backend=backend))
 
 
 def all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group | None = None) -> torch.Tensor:

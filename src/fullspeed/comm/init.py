@@ -45,8 +45,8 @@ def init_distributed(
 ) -> None:
     """Initialise torch.distributed for this process. Does nothing when it already is.
 
-    Identity comes from `rank`/`world_size` when given, else from torchrun's variables, MPI or SLURM; with
-    none of them the process is a world of one and needs neither port nor store.
+    Identity comes from `rank`/`world_size` when given, else from torchrun's variables, MPI or SLURM; with none of
+    them the process is a world of one and needs neither port nor store.
 
     Args:
         dist_backend: "nccl", "gloo", ...; by default the accelerator's.
@@ -54,8 +54,7 @@ def init_distributed(
         distributed_port: port used when a discovered launcher names no port.
         verbose: log one line about what was found.
         timeout: limit for one collective; DEEPSPEED_TIMEOUT minutes, or 10 minutes, by default.
-        init_method: a torch.distributed URL such as "file:///tmp/store"; then `rank` and `world_size` are
-            required.
+        init_method: a torch.distributed URL such as "file:///tmp/store"; then `rank` and `world_size` are required.
         dist_init_required: False means "must already be initialised".
         config: accepted for compatibility; the communication logger is configured by the engine.
         rank: this process's global rank, with `world_size`.

@@ -43,8 +43,8 @@ def observing(observer: Observer) -> Iterator[None]:
 class CommRecorder:
     """An observer that keeps what it saw.
 
-    "agree" events are the few bytes by which ranks settle what to do next; `counts` and `nbytes` leave them
-    out unless asked.
+    "agree" events are the few bytes by which ranks settle what to do next; `counts` and `nbytes` leave them out
+    unless asked.
     """
 
     def __init__(self) -> None:

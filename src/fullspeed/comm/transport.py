@@ -4,9 +4,9 @@
     reduce_scatter(full)         sum of every rank's full -> shard     (gradients of a sharded state)
     all_reduce(full)             sum of every rank's full -> full      (gradients of whole states)
 
-All three are asynchronous: they return a handle whose `wait` finishes the work. Handles must be waited for,
-and both ranks of a pair must start the same transfers of one channel in the same order; transfers of
-different channels may interleave in any order.
+All three are asynchronous: they return a handle whose `wait` finishes the work. Handles must be waited for, and both
+ranks of a pair must start the same transfers of one channel in the same order; transfers of different channels may
+interleave in any order.
 """
 
 from __future__ import annotations
@@ -156,9 +156,9 @@ class PairwiseTransport(Transport):
     """Point-to-point exchange of exactly the bytes a peer needs; sums are made locally, in fp32 at least.
 
     Measured on gloo (2 ranks, 64 MB fp32, CPU time per rank): reduce-scatter by exchange and local sum 22 ms,
-    gloo's all-to-all and sum 30 ms, its all-reduce 39 ms; gather by exchange at a fifth of its all-gather's
-    time. Sends are matched by tag, so transfers of different channels never wait for one another, and a
-    16-bit sum is rounded once instead of once per hop.
+    gloo's all-to-all and sum 30 ms, its all-reduce 39 ms; gather by exchange at a fifth of its all-gather's time.
+    Sends are matched by tag, so transfers of different channels never wait for one another, and a 16-bit sum is
+    rounded once instead of once per hop.
 
     Two-rank cost per transfer: each rank sends and receives `n` elements, `n` being the shard.
     """

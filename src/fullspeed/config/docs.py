@@ -39,6 +39,12 @@ DEFAULT_DIFFERENCES = (
         "Reduction during backward gives the same numbers sooner.",
     ),
     Difference(
+        "optimizer.params.adam_w_mode of `adam`",
+        "true",
+        "false",
+        "Adam is Adam; AdamW has a name of its own.",
+    ),
+    Difference(
         "torch_autocast.dtype",
         "none, though bf16 is documented",
         "bf16",

@@ -40,7 +40,7 @@ class AdamParams(NativeParams):
     eps: NonNegativeNumber = Field(1e-8, description="Added to the denominator.")
     amsgrad: bool = Field(False, description="Use the largest second moment so far.")
     bias_correction: bool = Field(True, description="Correct the moments for their start at zero.")
-    adam_w_mode: bool = Field(True, description="Decoupled weight decay for `adam`; `adamw` always has it.")
+    adam_w_mode: bool = Field(False, description="Decoupled weight decay for `adam`; `adamw` always has it.")
     torch_adam: bool = Field(False, description="Use torch's implementation.")
     fp32_optimizer_states: bool = Field(True, description="Keep moments in fp32.")
     foreach: bool | None = Field(None, description="Passed to torch's implementation.")

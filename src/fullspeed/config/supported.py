@@ -85,7 +85,7 @@ MISSING: tuple[Missing, ...] = (
     Missing("compile.passes", _is_given),
     Missing("compile.autoep_non_moe", _is_on),
     Missing("zero_optimization.elastic_checkpoint", _is_on),
-    Missing("zero_optimization.leaf_module", _differs, "remove the block"),
+    Missing("zero_optimization.enable_sanity_checks", _is_on),
     Missing("zero_optimization.offload_param", _is_given, 'remove the block or set device: "none"'),
     Missing("zero_optimization.offload_optimizer", _is_given, 'remove the block or set device: "none"'),
     Missing("zero_optimization.zero_quantized_weights", _is_on),

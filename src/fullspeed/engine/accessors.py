@@ -1,7 +1,6 @@
 """The engine's many accessor methods: one per configured value, generated from a table.
 
-They exist for scripts written against DeepSpeed's engine; new code reads `engine._config` or the resolved
-values.
+They exist for scripts written against DeepSpeed's engine; new code reads `engine._config` or the resolved values.
 """
 
 from __future__ import annotations

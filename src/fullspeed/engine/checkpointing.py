@@ -66,6 +66,7 @@ class Checkpointing(ModuleState):
     micro_steps: int
     skipped_steps: int
     _num_backwards: int
+    _num_micro_steps: int
     _loss_is_scaled: bool
 
     # --------------------------------------------------------------------- save
@@ -216,7 +217,8 @@ class Checkpointing(ModuleState):
             counters={
                 "global_steps": self.global_steps,
                 "global_samples": self.global_samples,
-                "micro_steps": self.micro_steps,
+                # As of the last update: what came after it is not saved.
+                "micro_steps": self.micro_steps - self._num_micro_steps,
                 "skipped_steps": self.skipped_steps,
             },
             chunks=tuple(chunk for part in parts for chunk in part.chunks),
@@ -322,8 +324,8 @@ class Checkpointing(ModuleState):
         mine = (get_world_size(self.data_parallel_group), self._config.zero_optimization.stage)
         if mine != (manifest.world_size, manifest.stage):
             raise CheckpointError(
-                f"checkpoint {tag!r} was saved by {manifest.world_size} ranks at ZeRO stage "
-                f"{manifest.stage}, this engine has {mine[0]} ranks at stage {mine[1]}; use the same for its "
+                f"checkpoint {tag!r} was saved by {_ranks(manifest.world_size)} at ZeRO stage "
+                f"{manifest.stage}, this engine has {_ranks(mine[0])} at stage {mine[1]}; use the same for its "
                 f"optimizer state, or pass load_optimizer_states=False to load the rest"
             )
         restore.check_optimizer(manifest, reader.objects(_COMMON), self.optimizer, tag)
@@ -367,21 +369,20 @@ class Checkpointing(ModuleState):
         self.global_steps = counters["global_steps"]
         self.global_samples = counters["global_samples"]
         self.skipped_steps = counters["skipped_steps"]
-        # No gradients were saved, so accumulation resumes at its beginning.
-        self.micro_steps = counters["micro_steps"] - counters["micro_steps"] % self.gradient_accumulation_steps()
-        self._num_backwards = 0
+        self.micro_steps = counters["micro_steps"]
+        self._num_backwards = self._num_micro_steps = 0
         self._loss_is_scaled = False
         self.runtime.policy.is_boundary = self.is_gradient_accumulation_boundary()
 
     if TYPE_CHECKING:  # the engine's own
 
-        def gradient_accumulation_steps(self) -> int:
-            """Forwards per update on one rank."""
-            ...
-
         def is_gradient_accumulation_boundary(self) -> bool:
             """Whether the next `step` updates weights."""
             ...
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank" if count == 1 else f"{count} ranks"
 
 
 def _client_file(rank: int) -> str:

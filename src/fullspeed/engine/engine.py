@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fullspeed.accelerator import get_accelerator
 from fullspeed.base import env
 from fullspeed.base.errors import UsageError
 from fullspeed.base.log import log_dist
@@ -21,6 +22,7 @@ from fullspeed.engine.accessors import ConfigAccessors
 from fullspeed.engine.checkpointing import Checkpointing
 from fullspeed.engine.inputs import as_arguments, cast_floating, loss_of, to_device
 from fullspeed.engine.meter import ProgressMeter
+from fullspeed.engine.phases import PhaseTimer
 from fullspeed.precision.policy import DTYPES, PrecisionPolicy
 from fullspeed.sharding.optimizer import ShardedOptimizer
 from fullspeed.sharding.runtime import ShardingRuntime
@@ -29,9 +31,8 @@ from fullspeed.sharding.runtime import ShardingRuntime
 class Engine(ConfigAccessors, Checkpointing, nn.Module):
     """Wraps a module for training. Made by `fullspeed.initialize`; attributes it lacks are looked up on the module.
 
-    One update is `grad_accum_steps` times (forward, backward, step): only the last of these steps changes
-    weights. Gradients may equally come from plain `loss.backward()`, from several backwards, or from other
-    engines' losses.
+    One update is `grad_accum_steps` times (forward, backward, step): only the last of these steps changes weights.
+    Gradients may equally come from plain `loss.backward()`, from several backwards, or from other engines' losses.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Engine(ConfigAccessors, Checkpointing, nn.Module):
         self._loss_is_scaled = False  # the coming plain backward starts from a loss `scale` returned
         self._step_applied = False
         self._meter = ProgressMeter()
+        self._phases = PhaseTimer(get_accelerator(), is_enabled=config.wall_clock_breakdown)
         self._batches: Any = None
         self._post_process: Callable[[Any], Any] | None = None
         self._is_destroyed = False
@@ -91,7 +93,7 @@ class Engine(ConfigAccessors, Checkpointing, nn.Module):
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             assert self.precision.compute is not None
             args, kwargs = cast_floating((args, kwargs), self.precision.compute)
-        with self._autocast():
+        with self._phases.phase("forward"), self._autocast():
             return self.module(*args, **kwargs)
 
     def _autocast(self) -> Any:
@@ -119,8 +121,7 @@ class Engine(ConfigAccessors, Checkpointing, nn.Module):
             gradient: the gradient with respect to `loss`, as for `torch.Tensor.backward`.
 
         Returns:
-            The loss divided by the accumulation steps (undivided if `scale_wrt_gas` is false), without loss
-            scale.
+            The loss divided by the accumulation steps (undivided if `scale_wrt_gas` is false), without loss scale.
 
         Raises:
             UsageError: no optimizer, or a loss that has no graph or is no scalar.
@@ -136,7 +137,7 @@ class Engine(ConfigAccessors, Checkpointing, nn.Module):
         averaged = loss / divisor if divisor != 1 else loss
         scaled = averaged * optimizer.loss_scale if optimizer.loss_scale != 1.0 else averaged
         self._before_backward()
-        with self.runtime.backward_pass(1.0):
+        with self._phases.phase("backward"), self.runtime.backward_pass(1.0):
             scaled.backward(gradient, retain_graph=retain_graph)
         self._meter.add_loss(loss if loss.numel() == 1 else loss.detach().float().mean())
         return averaged.detach() if gradient is not None else averaged
@@ -225,7 +226,8 @@ class Engine(ConfigAccessors, Checkpointing, nn.Module):
         self.runtime.policy.is_boundary = self.is_gradient_accumulation_boundary()
 
     def _update(self, optimizer: ShardedOptimizer, lr_kwargs: dict[str, Any]) -> None:
-        optimizer.step()
+        with self._phases.phase("step"):
+            optimizer.step()
         self.global_steps += 1
         samples = self._batch.train_batch_size
         if not self._config.managed_gradient_accumulation:
@@ -258,9 +260,13 @@ class Engine(ConfigAccessors, Checkpointing, nn.Module):
             norm = self.optimizer._global_grad_norm
             line = self._meter.line(self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom(), norm)
             log_dist(line)
-        else:
-            if not every:
-                self._meter.trim()
+            if self._phases.is_enabled:
+                log_dist(self._phases.report())
+            if self._config.memory_breakdown:
+                held = ", ".join(f"{name}={nbytes / 1e6:.1f} MB" for name, nbytes in self.memory_bytes().items())
+                log_dist(f"held by this rank: {held}")
+        elif not every:
+            self._meter.trim()
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` changed weights."""
@@ -276,8 +282,8 @@ class Engine(ConfigAccessors, Checkpointing, nn.Module):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """One update: `grad_accum_steps` micro-batches forward and backward, then the step.
 
-        The module must return its loss (see `engine.inputs.loss_of`). Returns the loss averaged over
-        micro-batches and ranks, fp32, detached.
+        The module must return its loss (see `engine.inputs.loss_of`). Returns the loss averaged over micro-batches
+        and ranks, fp32, detached.
         """
         self.train()
         total = torch.zeros((), dtype=torch.float32, device=self.device)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fullspeed.accelerator import get_accelerator
+from fullspeed.accelerator import get_accelerator, keep_freed_memory
 from fullspeed.base import env
 from fullspeed.base.errors import ConfigError, ConfigFault, UsageError
 from fullspeed.base.log import set_log_level
@@ -18,6 +18,7 @@ from fullspeed.config import Config, load_config, require_resolved, resolve_batc
 from fullspeed.engine.engine import Engine
 from fullspeed.engine.parts import build_optimizer, build_scheduler
 from fullspeed.optim.lamb import Lamb
+from fullspeed.precision.buffers import cast_buffers, fp32_patterns
 from fullspeed.precision.loss_scale import LossScale, StaticLossScale, make_loss_scale
 from fullspeed.precision.policy import PrecisionPolicy
 from fullspeed.sharding import access
@@ -45,10 +46,9 @@ def initialize(
     Args:
         args: a namespace; `args.deepspeed_config` names the configuration when `config` is absent.
         model: any module. Its parameters keep their identity; rank 0's values win.
-        optimizer: a fresh torch optimizer over the model's parameters, or a callable that makes one from a
-            list of parameters; wins over the configuration's `optimizer` section.
-        model_parameters: parameters, named parameters or param groups to optimise; by default all that
-            require grad.
+        optimizer: a fresh torch optimizer over the model's parameters, or a callable that makes one from a list of
+            parameters; wins over the configuration's `optimizer` section.
+        model_parameters: parameters, named parameters or param groups to optimise; by default all that require grad.
         training_data: a dataset to make a loader of, with the configured micro-batch size.
         lr_scheduler: a scheduler over `optimizer`, or a callable that makes one from the returned optimizer.
         distributed_port: port for ranks discovered through MPI or SLURM.
@@ -84,6 +84,8 @@ def initialize(
 
     accelerator = get_accelerator()
     device = torch.device(accelerator.current_device_name())
+    if device.type == "cpu":
+        keep_freed_memory()
     model.to(device)
     basic = build_optimizer(model, settings, optimizer, model_parameters)
     wrapped, runtime, precision = _shard(model, settings, basic, dp_group, device)
@@ -131,6 +133,9 @@ def _shard(
     model: nn.Module, config: Config, basic: Optimizer | None, dp_group: Group, device: torch.device
 ) -> tuple[ShardedOptimizer | None, Any, PrecisionPolicy]:
     precision = PrecisionPolicy.from_config(config, get_accelerator())
+    if precision.buffers is not None:
+        keep = fp32_patterns(model, config.data_types.keep_in_fp32_modules, is_fp16=config.fp16.enabled)
+        cast_buffers(model, precision.buffers, keep)
     managed = None
     if basic is not None:
         managed = {param for group in basic.param_groups for param in group["params"]}

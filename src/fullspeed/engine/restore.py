@@ -136,7 +136,7 @@ def adopt_whole_params(runtime: ShardingRuntime) -> None:
             if slot.numel and param.data_ptr() != view.data_ptr():  # a new tensor was put in its place
                 view.copy_(param.detach().reshape(-1))
                 param.data = view.view(slot.shape)
-        own = group.full[group._own]
+        own = group.full[slice(*group.layout.shard_range(group.links.rank))]
         if group.is_transient:
             group.store.copy_(own if group.placement.params else group.full)
         if has_separate_master(group):

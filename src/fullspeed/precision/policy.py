@@ -23,10 +23,8 @@ class PrecisionPolicy:
 
     Attributes:
         param: dtype floating-point parameters are stored and sent in; None leaves each parameter its own.
-        compute: dtype forward and backward see for `param`. Wider than `param` on devices without fast 16-bit
-            matrix
-            products: a CPU without native bf16 multiplies bf16 at a fiftieth of its fp32 speed, and fp32
-                products of
+        compute: dtype forward and backward see for `param`. Wider than `param` on devices without fast 16-bit matrix
+            products: a CPU without native bf16 multiplies bf16 at a fiftieth of its fp32 speed, and fp32 products of
             the same stored values are more exact as well.
         grad_accum: dtype gradients are accumulated in; None is the stored dtype.
         wire: dtype gradients travel in; None is the stored dtype.

@@ -37,14 +37,13 @@ def build_runtime(
 ) -> ShardingRuntime:
     """Move the model's parameters into flat groups, placed as the configured ZeRO stage asks.
 
-    Collective. Rank 0's values win: parameters and buffers are broadcast first. Afterwards every parameter is
-    the same object with the same name and shape, backed by a group. Managed are the parameters in `optimized`
-    and frozen ones nobody manages yet; without an optimizer (None), all. What is left stays the caller's, so
-    two engines can train disjoint parts of one model.
+    Collective. Rank 0's values win: parameters and buffers are broadcast first. Afterwards every parameter is the
+    same object with the same name and shape, backed by a group. Managed are the parameters in `optimized` and frozen
+    ones nobody manages yet; without an optimizer (None), all. What is left stays the caller's, so two engines can
+    train disjoint parts of one model.
 
     Raises:
-        UsageError: a parameter is not on `device`, belongs to another engine, or shares memory with another
-            one.
+        UsageError: a parameter is not on `device`, belongs to another engine, or shares memory with another one.
     """
     managed = _managed(model, optimized)
     _check_parameters(managed, device)
@@ -137,6 +136,7 @@ def _grouping(config: Config) -> Grouping:
         leaf_classes=leaf.classes,
         leaf_names=leaf.names,
         leaf_suffixes=leaf.name_suffixes,
+        granularity=zero.stage3_module_granularity_threshold,
     )
 
 

@@ -58,11 +58,17 @@ class Gatherer:
         self.communicates = any(group.needs_gather for group in groups)
         self._prefetched: set[int] = set()
         self._recent: list[int] = []  # most recently used last; the last two are never evicted
-        self.trace = UseTrace([group.numel for group in groups])
+        numels = [group.numel for group in groups]
+        self._training_trace, self._evaluation_trace = UseTrace(numels), UseTrace(numels)
+        self.trace = self._training_trace
         self.live_numel = 0
         self.peak_live_numel = 0
         self._live_bytes = 0
         self.peak_live_bytes = 0
+
+    def follow(self, *, is_training: bool) -> None:
+        """What is used from now on belongs to a pass that a backward ends, or to an evaluation."""
+        self.trace = self._training_trace if is_training else self._evaluation_trace
 
     # ------------------------------------------------------------------- use
 

@@ -11,9 +11,9 @@
 |         |          |         | sharded: per pass    |                                                               |
 | reduced | (N,)/(n,)| accum   | grads' share         | gradients averaged over ranks; a view of `local` when it can  |
 
-Where compute dtype = storage dtype and parameters are whole, `full` and `store` are one tensor and no verb
-copies anything. Otherwise `full` is freed by resizing its storage to zero and refilled in place, so that
-autograd's saved views of it stay valid (arXiv:1910.02054, section 5, for what is sharded when).
+Where compute dtype = storage dtype and parameters are whole, `full` and `store` are one tensor and no verb copies
+anything. Otherwise `full` is freed by resizing its storage to zero and refilled in place, so that autograd's saved
+views of it stay valid (arXiv:1910.02054, section 5, for what is sharded when).
 """
 
 from __future__ import annotations
@@ -210,8 +210,8 @@ class FlatGroup:
     def begin_publish(self) -> Pending | None:
         """After the optimizer's step: bring the resident values up to date with `master`.
 
-        Returns a pending gather where whole parameters are updated shard by shard, else None (sharded
-        parameters are refilled by their next unshard).
+        Returns a pending gather where whole parameters are updated shard by shard, else None (sharded parameters
+        are refilled by their next unshard).
         """
         assert self.master is not None
         own = self._own_store()

@@ -76,11 +76,6 @@ class ShardedOptimizer(Optimizer):
         self._global_grad_norm: float | None = None  # before clipping, unscaled; -1 when not finite
         self._clipped_grad_norm: float | None = None  # after clipping
         self.on_step: Callable[[], None] = lambda: None
-        if inner.state:
-            raise UsageError(
-                "the optimizer has taken steps already, and its state belongs to whole parameters; pass a fresh "
-                "optimizer to initialize and load its state with load_checkpoint"
-            )
         self.owned: list[OwnedPiece] = []
         self._whole_params: list[list[nn.Parameter]] = []
         self._replace_params()
@@ -96,6 +91,8 @@ class ShardedOptimizer(Optimizer):
             for piece in group.optimizer_pieces()
         }
         self._inert: list[nn.Parameter] = []  # given to the optimizer, but frozen or unknown to the model
+        state = dict(self.optimizer.state)
+        self.optimizer.state.clear()
         for param_group in self.optimizer.param_groups:
             whole: list[nn.Parameter] = list(param_group["params"])
             mine: list[nn.Parameter] = []
@@ -110,6 +107,8 @@ class ShardedOptimizer(Optimizer):
                 owned = _own(param, *found)
                 self.owned.append(owned)
                 mine.append(owned.tensor)
+                if param in state:
+                    self.optimizer.state[owned.tensor] = _own_state(state[param], owned)
             self._whole_params.append(whole)
             param_group["params"] = mine
 
@@ -237,8 +236,7 @@ class ShardedOptimizer(Optimizer):
     def _first_nonfinite(self) -> str:
         """Name of the first parameter whose gradient is not finite, agreed by all ranks. Collective.
 
-        After a first overflow, gradients are watched as they arrive, so the rank that made the value is known
-        too.
+        After a first overflow, gradients are watched as they arrive, so the rank that made the value is known too.
         """
         found = None
         for owned in self.owned:
@@ -358,6 +356,19 @@ def _own(param: nn.Parameter, group: FlatGroup, piece: Piece) -> OwnedPiece:
     shaped = flat if group.placement.optim else flat.view(slot.shape)
     tensor = nn.Parameter(shaped, requires_grad=True)
     return OwnedPiece(param, tensor, group, piece)
+
+
+def _own_state(state: dict[str, Any], owned: OwnedPiece) -> dict[str, Any]:
+    """This rank's part of the state an optimizer already has of a whole parameter."""
+    mine = {}
+    for key, value in state.items():
+        is_per_element = isinstance(value, torch.Tensor) and value.shape == owned.param.shape and key != "step"
+        if is_per_element:
+            cut = value.reshape(-1)[owned.piece.start : owned.piece.stop]
+            mine[key] = cut.to(owned.tensor.dtype, copy=True).view(owned.tensor.shape)
+        else:
+            mine[key] = value
+    return mine
 
 
 def _step_gradient(group: FlatGroup, factor: float) -> torch.Tensor:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 class ReductionOrder:
     """Launches reductions along one agreed order; a group that is ready early waits for its turn.
 
-    Ranks whose models take different branches get gradients in different orders; collectives must not. The
-    end of a pass launches what is left, so every pass reduces every group exactly once on every rank.
+    Ranks whose models take different branches get gradients in different orders; collectives must not. The end of a
+    pass launches what is left, so every pass reduces every group exactly once on every rank.
 
     >>> order = ReductionOrder([2, 1, 0])
     >>> order.ready(1), order.ready(2), order.remaining()

@@ -1,11 +1,9 @@
 """What a parameter is while its values live in shards: itself, minus the right to be read.
 
-The user's `nn.Parameter` object stays the same object; only its class changes while its flat storage is
-freed, as torch's own `UninitializedParameter` does. Shape, dtype, device, `requires_grad`, hooks and identity
-answer as ever. An operation that needs the values goes through `__torch_function__` to the resolver of the
-runtime that owns the
-parameter: inside a forward or backward the resolver gathers the values and the operation goes on; elsewhere
-    it raises.
+The user's `nn.Parameter` object stays the same object; only its class changes while its flat storage is freed, as
+torch's own `UninitializedParameter` does. Shape, dtype, device, `requires_grad`, hooks and identity answer as ever. An
+operation that needs the values goes through `__torch_function__` to the resolver of the runtime that owns the
+parameter: inside a forward or backward the resolver gathers the values and the operation goes on; elsewhere it raises.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Which modules are units and which parameters share a flat buffer. Reads modules, allocates nothing.
 
-A unit is a module whose parameters are needed at the same time: a transformer block, an embedding, a head.
-Units come from, in this order: leaf modules the user declared; the classes a Hugging Face model lists in
-`_no_split_modules`; the members of every `ModuleList` and `Sequential`; and each remaining module that owns
-parameters itself.
+A unit is a module whose parameters are needed at the same time: a transformer block, an embedding, a head. Units come
+from, in this order: leaf modules the user declared; the classes a Hugging Face model lists in `_no_split_modules`; the
+members of every `ModuleList` and `Sequential`; and each remaining module that owns parameters itself.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ class Grouping(NamedTuple):
     leaf_classes: Collection[str] = ()  # class names, or qualified names, of modules gathered as one
     leaf_names: Collection[str] = ()  # fully qualified names of modules gathered as one
     leaf_suffixes: Collection[str] = ()  # endings of names of modules gathered as one
+    granularity: int = 0  # a module with fewer parameters per module of its subtree is gathered as one; 0 is off
 
 
 class GroupKey(NamedTuple):
@@ -67,15 +67,14 @@ def make_plan(
     """Divide parameters of `root` into units and groups.
 
     Args:
-        root: the model. A parameter with several names, or a module reached by several paths, is planned
-            once.
+        root: the model. A parameter with several names, or a module reached by several paths, is planned once.
         managed: the parameters to plan; others are left alone.
         grouping: overrides.
         wires: reduction dtype of single parameters, where it differs from their group's default.
 
     Returns:
-        Every managed parameter in exactly one group; parameters that differ in dtype, device, `requires_grad`
-        or reduction dtype are never in the same one.
+        Every managed parameter in exactly one group; parameters that differ in dtype, device, `requires_grad` or
+        reduction dtype are never in the same one.
     """
     names = {param: fqn for fqn, param in root.named_parameters()}
     units = list(_units(root, grouping))
@@ -148,7 +147,15 @@ def _is_leaf(module: nn.Module, name: str, grouping: Grouping) -> bool:
         or qualified in grouping.leaf_classes
         or name in grouping.leaf_names
         or any(name.endswith(suffix) for suffix in grouping.leaf_suffixes)
+        or _is_fine_grained(module, grouping.granularity)
     )
+
+
+def _is_fine_grained(module: nn.Module, granularity: int) -> bool:
+    if granularity <= 0:
+        return False
+    num_modules = sum(1 for _ in module.modules())
+    return num_modules > 1 and sum(param.numel() for param in module.parameters()) / num_modules < granularity
 
 
 def scope_groups(module: nn.Module, group_of: dict[nn.Parameter, int], *, recurse: bool) -> Sequence[int]:

@@ -2,10 +2,9 @@
 
 Life of a pass
 1. A scope (a unit, or a module that owns parameters) is entered: its groups are made whole (`Gatherer.use`).
-2. It is left: groups nobody else uses are released; its outputs will ask for them again when their gradient
-comes. 3. Backward reaches an output, or unpacks a saved view: the group is made whole and held until its last
-gradient. 4. A gradient arrives: it moves into the group's flat buffer; with the last one the group's
-reduction starts, in the
+2. It is left: groups nobody else uses are released; its outputs will ask for them again when their gradient comes.
+3. Backward reaches an output, or unpacks a saved view: the group is made whole and held until its last gradient.
+4. A gradient arrives: it moves into the group's flat buffer; with the last one the group's reduction starts, in the
    agreed order, while backward goes on.
 5. Backward ends: remaining reductions are started, all are waited for, everything is released.
 """
@@ -60,6 +59,8 @@ class ReductionPolicy:
 
 class ShardingRuntime:
     """Owns the groups of one model and the hooks on its modules and parameters."""
+
+    num_engine_backwards = 0  # backwards under way in this process that an engine started
 
     def __init__(
         self,
@@ -158,6 +159,7 @@ class ShardingRuntime:
         if _graph_task() != -1:
             return  # a checkpoint recomputes; its own hooks on saved tensors must stay on top
         self.abandon_pass()
+        self.gatherer.follow(is_training=torch.is_grad_enabled())
         if self._group_of_storage and not _has_saved_tensor_hooks():
             self._saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             self._saved_hooks.__enter__()
@@ -189,7 +191,7 @@ class ShardingRuntime:
         """A sharded parameter is used outside the modules that own it: gather it, or say why that cannot be."""
         groups = {id(self.slot_of[param][0]): self.slot_of[param][0] for param in params}
         if self._depth == 0 and self._pass_id == _NO_PASS:
-            names = ", ".join(self.name_of(param) for param in params)
+            names = ", ".join(dict.fromkeys(self.name_of(param) for param in params))
             raise UsageError(
                 f"parameter {names} is sharded over ranks and its values are not here now; use it inside the model's "
                 f"forward, read it with safe_get_full_fp32_param, or save with save_checkpoint"
@@ -241,7 +243,11 @@ class ShardingRuntime:
         """A backward started by the engine: gradients count `factor` times; ends with everything reduced."""
         self.abandon_pass()
         self._open_pass(id(self), factor)
-        yield
+        ShardingRuntime.num_engine_backwards += 1
+        try:
+            yield
+        finally:
+            ShardingRuntime.num_engine_backwards -= 1
         self._end_pass()
 
     def _begin_pass(self) -> None:
@@ -249,11 +255,14 @@ class ShardingRuntime:
         if self._pass_id != _NO_PASS:
             return
         self.on_plain_backward()
-        self._open_pass(_graph_task(), self.default_factor)
+        # Inside another engine's backward the loss is divided by the accumulation steps already.
+        is_joined = ShardingRuntime.num_engine_backwards > 0
+        self._open_pass(_graph_task(), 1.0 if is_joined else self.default_factor)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
 
     def _open_pass(self, pass_id: int, factor: float) -> None:
         self._pass_id, self._factor = pass_id, factor
+        self.gatherer.follow(is_training=True)
         self.order.begin_pass()
         self._fired = dict.fromkeys(self._fired, 0)
 

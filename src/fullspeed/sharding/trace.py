@@ -12,9 +12,9 @@ _MAX_USES = 100_000
 class UseTrace:
     """Recorded order of group uses in one pass (forward and backward of a micro-batch, say).
 
-    The first pass is only recorded. Later passes are followed along the record; where a pass leaves it,
-    predictions stop until the pass meets it again, and the new order replaces the record when the pass ends.
-    An order is a hint: nothing that is computed depends on it.
+    The first pass is only recorded. Later passes are followed along the record; where a pass leaves it, predictions
+    stop until the pass meets it again, and the new order replaces the record when the pass ends. An order is a hint:
+    nothing that is computed depends on it.
 
     >>> trace = UseTrace([10, 20])
     >>> for group in (0, 1, 1, 0): trace.use(group)
