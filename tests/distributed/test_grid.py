@@ -99,6 +99,4 @@ def test_settings_without_effect_on_numbers(rank, world_size):
 def test_runs_repeat_to_the_bit(rank, world_size):
     for stage in (0, 2, 3):
         first, second = (_train(rank, world_size, stage)[0] for _ in range(2))
-        assert all(
-            torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
-        )
+        assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))

@@ -47,9 +47,7 @@ def test_16_bit_stages_agree(rank, world_size):
     of lr = 1e-2: masters agree to 1e-3, norms to 2 %. Against fp32 on the same data: 2e-2."""
     exact, _ = _train(rank, world_size, zero_config(0), torch.float32)
     for name, dtype in DTYPES.items():
-        results = [
-            _train(rank, world_size, zero_config(stage) | _sections(name), dtype) for stage in STAGES
-        ]
+        results = [_train(rank, world_size, zero_config(stage) | _sections(name), dtype) for stage in STAGES]
         masters, norms = results[0]
         for others, other_norms in results[1:]:
             worst = max((masters[fqn] - others[fqn]).abs().max().item() for fqn in masters)

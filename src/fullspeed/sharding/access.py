@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fullspeed.base.errors import UsageError
+from fullspeed.comm import all_gather_object
 from fullspeed.sharding.group import FlatGroup
 from fullspeed.sharding.optimizer import OwnedPiece, ShardedOptimizer
 
@@ -99,19 +100,32 @@ def safe_get_full_optimizer_state(param: nn.Parameter, key: str) -> torch.Tensor
     if optimizer is None:
         return None
     group, slot = optimizer.runtime.slot_of[param]
-    own_flat: torch.Tensor | None = None
-    for owned in optimizer.owned:
-        value = optimizer.state[owned.tensor].get(key) if owned.tensor in optimizer.state else None
-        if owned.group is group and isinstance(value, torch.Tensor) and value.numel() == owned.piece.numel:
-            if own_flat is None:
-                assert group.master is not None
-                own_flat = torch.zeros(group.master.numel(), dtype=value.dtype, device=value.device)
-            _piece_of(own_flat, owned).copy_(value.reshape(-1))
-    if own_flat is None:
-        if not optimizer.state:
+    own = _own_state(optimizer, group, key)
+    # A rank may own no element of the group, or no state yet: what there is to gather is settled by all.
+    present = all_gather_object((own is not None, bool(optimizer.state)), optimizer.dp_group)
+    if not any(has_key for has_key, _ in present):
+        if not any(has_state for _, has_state in present):
             return None
         raise UsageError(f"the optimizer keeps no state named {key!r} of a parameter's own shape")
-    return _slot_of(group, slot, _whole(group, own_flat))
+    if own is None:
+        assert group.master is not None
+        own = torch.zeros_like(group.master)
+    return _slot_of(group, slot, _whole(group, own))
+
+
+def _own_state(optimizer: ShardedOptimizer, group: FlatGroup, key: str) -> torch.Tensor | None:
+    """This rank's flat part of one per-element state of a whole group; zeros where a parameter has none."""
+    flat: torch.Tensor | None = None
+    for owned in optimizer.owned:
+        if owned.group is not group or owned.tensor not in optimizer.state:
+            continue
+        value = optimizer.state[owned.tensor].get(key)
+        if isinstance(value, torch.Tensor) and value.shape == owned.tensor.shape:
+            if flat is None:
+                assert group.master is not None
+                flat = torch.zeros(group.master.numel(), dtype=value.dtype, device=value.device)
+            _piece_of(flat, owned).copy_(value.reshape(-1))
+    return flat
 
 
 @torch.no_grad()

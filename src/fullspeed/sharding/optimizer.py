@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,12 +70,11 @@ class ShardedOptimizer(Optimizer):
         self.runtime = runtime
         self.loss_scaler = loss_scale
         self.policy = policy
-        self._dp_group = dp_group
+        self.dp_group = dp_group
         self.overflow = False
         self.last_change: LossScaleChange | None = None
         self._global_grad_norm: float | None = None  # before clipping, unscaled; -1 when not finite
         self._clipped_grad_norm: float | None = None  # after clipping
-        self.on_step: Callable[[], None] = lambda: None
         self.owned: list[OwnedPiece] = []
         self._whole_params: list[list[nn.Parameter]] = []
         self._replace_params()
@@ -141,7 +140,6 @@ class ShardedOptimizer(Optimizer):
             self.runtime.watch_nonfinite = False
             self.runtime.publish()
         self.runtime.clear_grads()
-        self.on_step()
         return loss
 
     def _global_grad_norm_times(self, factor: float) -> float:
@@ -178,7 +176,7 @@ class ShardedOptimizer(Optimizer):
         for norm in norms:
             total += norm.double().square()
         if any(group.placement.optim for group in self.runtime.trainable):
-            all_reduce(total, ReduceOp.SUM, self._dp_group)
+            all_reduce(total, ReduceOp.SUM, self.dp_group)
         return math.sqrt(total.item()) if math.isfinite(total.item()) else float(total.item())
 
     def _clip_factor(self) -> float:
@@ -244,7 +242,7 @@ class ShardedOptimizer(Optimizer):
             if reduced is not None and not torch.isfinite(_view_like(reduced, owned)).all():
                 found = (owned.group.index, owned.piece.slot, self.runtime.name_of(owned.param))
                 break
-        rows = all_gather_object((found, self.runtime.first_nonfinite), self._dp_group)
+        rows = all_gather_object((found, self.runtime.first_nonfinite), self.dp_group)
         self.runtime.first_nonfinite = None
         sources = [f"rank {rank} ({name})" for rank, (_, name) in enumerate(rows) if name]
         names = sorted(row for row, _ in rows if row is not None)
@@ -392,8 +390,3 @@ def _view_like(flat: torch.Tensor, owned: OwnedPiece) -> torch.Tensor:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def whole_params(param_groups: Sequence[dict[str, Any]]) -> list[nn.Parameter]:
-    """All parameters of an optimizer's groups, in order."""
-    return [param for group in param_groups for param in group["params"]]
