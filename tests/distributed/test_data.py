@@ -132,7 +132,3 @@ def test_no_data_is_an_error(rank, world_size):
     engine, *_ = initialize(model=WithLoss(), optimizer=sgd, config=zero_config(1))
     with pytest.raises(UsageError, match="no data"):
         engine.train_batch()
-    engine.destroy()
-    engine, *_ = initialize(model=mlp(), optimizer=sgd, config=zero_config(1))
-    with pytest.raises((UsageError, TypeError), match="loss|scalar"):
-        engine.train_batch(iter([["text"]]))

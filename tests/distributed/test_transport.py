@@ -1,0 +1,101 @@
+"""Every transport moves and sums flat buffers as its interface says, on any number of ranks and in any dtype."""
+
+from __future__ import annotations
+
+import torch
+
+from fullspeed.comm import AllReduceTransport, CommRecorder, Transport, get_world_group, make_transport, observing
+from fullspeed.comm.transport import NativeTransport, NullTransport, PairwiseTransport
+from tests.ranks import ranks
+
+NUMEL = 40  # per shard
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def rows(world_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """(world, world * NUMEL): the whole buffer of every rank."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(world_size, world_size * NUMEL, generator=generator).to(dtype)
+
+
+def transports(rank: int, world_size: int) -> list[Transport]:
+    chosen = make_transport(get_world_group(), torch.device("cpu"))
+    assert isinstance(chosen, NullTransport if world_size == 1 else PairwiseTransport)
+    native = [] if world_size == 1 else [NativeTransport(get_world_group())]
+    return [chosen, *native, AllReduceTransport(chosen, rank, world_size)]
+
+
+@ranks(1, 2, 3, 4)
+def test_gather_and_reduce(rank: int, world_size: int) -> None:
+    for transport in transports(rank, world_size):
+        for dtype in FLOATS:
+            whole = rows(world_size, dtype)
+            exact = whole.double().sum(0)
+            own = slice(rank * NUMEL, (rank + 1) * NUMEL)
+            # One rounding where we sum ourselves, one a hop where the backend does.
+            tolerance = 4 * torch.finfo(dtype).eps * world_size
+
+            full = torch.zeros(world_size * NUMEL, dtype=dtype)
+            shard = whole[0][own].clone()
+            transport.all_gather(full, shard).wait()
+            assert torch.equal(full, whole[0])
+            in_place = torch.zeros_like(full)
+            in_place[own] = shard
+            transport.all_gather(in_place, in_place[own]).wait()
+            assert torch.equal(in_place, whole[0])
+
+            for out_dtype in (dtype, torch.promote_types(dtype, torch.float32)):
+                out = torch.zeros(NUMEL, dtype=out_dtype)
+                transport.reduce_scatter(whole[rank].clone(), out).wait()
+                assert torch.allclose(out.double(), exact[own], rtol=tolerance, atol=tolerance)
+            into_itself = whole[rank].clone()
+            transport.reduce_scatter(into_itself, into_itself[own]).wait()
+            assert torch.allclose(into_itself[own].double(), exact[own], rtol=tolerance, atol=tolerance)
+
+            summed = whole[rank].clone()
+            pending = transport.all_reduce(summed)
+            pending.advance()
+            pending.wait()
+            assert torch.allclose(summed.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+@ranks(4)
+def test_sixteen_bit_sums_are_rounded_once(rank: int, world_size: int) -> None:
+    whole = rows(world_size, torch.bfloat16)
+    out = torch.empty(NUMEL, dtype=torch.bfloat16)
+    make_transport(get_world_group(), torch.device("cpu")).reduce_scatter(whole[rank].clone(), out).wait()
+    own = slice(rank * NUMEL, (rank + 1) * NUMEL)
+    assert torch.equal(out, whole.float().sum(0).bfloat16()[own])
+
+
+@ranks(2, 4)
+def test_transfers_of_two_channels_may_interleave_differently(rank: int, world_size: int) -> None:
+    device = torch.device("cpu")
+    first, second = make_transport(get_world_group(), device), make_transport(get_world_group(), device)
+    shards = torch.arange(float(NUMEL)) + 100 * rank
+    expected = torch.cat([torch.arange(float(NUMEL)) + 100 * other for other in range(world_size)])
+    a, b = torch.zeros(world_size * NUMEL), torch.zeros(world_size * NUMEL)
+    order = [(first, a, 1.0), (second, b, 2.0)]
+    pending = [t.all_gather(full, shards * k) for t, full, k in (order if rank % 2 else reversed(order))]
+    for transfer in reversed(pending):
+        transfer.wait()
+    assert torch.equal(a, expected)
+    assert torch.equal(b, expected * 2)
+
+
+@ranks(2)
+def test_many_in_flight_and_every_event_seen(rank: int, world_size: int) -> None:
+    transport = make_transport(get_world_group(), torch.device("cpu"))
+    recorder = CommRecorder()
+    fulls = [torch.zeros(2 * NUMEL) for _ in range(50)]
+    with observing(recorder):
+        pending = [
+            transport.all_gather(full, torch.full((NUMEL,), float(index + rank))) for index, full in enumerate(fulls)
+        ]
+        for transfer in pending:
+            transfer.wait()
+    for index, full in enumerate(fulls):
+        assert full[0] == index
+        assert full[-1] == index + 1
+    assert recorder.counts() == {"all_gather": 50}
+    assert recorder.nbytes() == {"all_gather": 50 * 2 * NUMEL * 4}
