@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -14,13 +14,13 @@ from fullspeed.accelerator import get_accelerator
 from fullspeed.base import env
 from fullspeed.base.errors import UsageError
 from fullspeed.base.log import log_dist
-from fullspeed.comm import Group, ReduceOp, all_reduce, get_rank, get_world_group, get_world_size
+from fullspeed.comm import Group, get_rank, get_world_group, get_world_size
 from fullspeed.config import Batch, Config
-from fullspeed.data.loader import RepeatingLoader, make_loader
 from fullspeed.engine import python_gc
 from fullspeed.engine.accessors import ConfigAccessors
+from fullspeed.engine.batches import Batches
 from fullspeed.engine.checkpointing import Checkpointing
-from fullspeed.engine.inputs import as_arguments, cast_floating, loss_of, to_device
+from fullspeed.engine.inputs import cast_floating
 from fullspeed.engine.meter import ProgressMeter
 from fullspeed.engine.phases import PhaseTimer
 from fullspeed.precision.policy import DTYPES, PrecisionPolicy
@@ -28,7 +28,7 @@ from fullspeed.sharding.optimizer import ShardedOptimizer
 from fullspeed.sharding.runtime import ShardingRuntime
 
 
-class Engine(ConfigAccessors, Checkpointing, nn.Module):
+class Engine(ConfigAccessors, Checkpointing, Batches, nn.Module):
     """Wraps a module for training. Made by `fullspeed.initialize`; attributes it lacks are looked up on the module.
 
     One update is `grad_accum_steps` times (forward, backward, step): only the last of these steps changes weights.
@@ -75,8 +75,7 @@ class Engine(ConfigAccessors, Checkpointing, nn.Module):
         self._step_applied = False
         self._meter = ProgressMeter()
         self._phases = PhaseTimer(get_accelerator(), is_enabled=config.wall_clock_breakdown)
-        self._batches: Any = None
-        self._post_process: Callable[[Any], Any] | None = None
+        self._batches = self._post_process = None
         self._is_destroyed = False
         runtime.on_plain_backward = self._before_plain_backward
         self._update_default_factor()
@@ -276,89 +275,6 @@ class Engine(ConfigAccessors, Checkpointing, nn.Module):
         """Forget all gradients accumulated so far."""
         del set_to_none
         self.runtime.clear_grads()
-
-    # ---------------------------------------------------------------- batches
-
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """One update: `grad_accum_steps` micro-batches forward and backward, then the step.
-
-        The module must return its loss (see `engine.inputs.loss_of`). Returns the loss averaged over micro-batches
-        and ranks, fp32, detached.
-        """
-        self.train()
-        total = torch.zeros((), dtype=torch.float32, device=self.device)
-        batches = self._data_iterator(data_iter)
-        for _ in range(self._batch.grad_accum_steps):
-            loss = loss_of(self._forward_batch(next(batches)))
-            self.backward(loss)
-            self.step()
-            total += loss.detach().float()
-        all_reduce(total, ReduceOp.SUM, self.data_parallel_group)
-        return total / (self._batch.grad_accum_steps * self.dp_world_size)
-
-    @torch.no_grad()
-    def eval_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """The loss of one micro-batch per rank in evaluation mode, averaged over ranks; weights stay."""
-        was_training = self.training
-        self.eval()
-        try:
-            loss = loss_of(self._forward_batch(next(self._data_iterator(data_iter)))).detach().float()
-        finally:
-            self.train(was_training)
-        return all_reduce(loss, ReduceOp.SUM, self.data_parallel_group) / self.dp_world_size
-
-    def _data_iterator(self, given: Iterator[Any] | None) -> Iterator[Any]:
-        if given is not None:
-            return given
-        if self.training_dataloader is None:
-            raise UsageError("no data: pass an iterator of batches, or training_data to initialize")
-        if self._batches is None:
-            self._batches = RepeatingLoader(self.training_dataloader)
-        return self._batches  # type: ignore[no-any-return]
-
-    def _forward_batch(self, batch: Any) -> Any:
-        if self._post_process is not None:
-            batch = self._post_process(batch)
-        args, kwargs = as_arguments(to_device(batch, self.device))
-        return self(*args, **kwargs)
-
-    def set_data_post_process_func(self, post_process: Callable[[Any], Any]) -> None:
-        """Have `train_batch` and `eval_batch` pass every batch through `post_process`."""
-        self._post_process = post_process
-
-    def deepspeed_io(
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        route: str = "train",
-        pin_memory: bool | None = None,
-        data_sampler: Any = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_local_io_workers: int | None = None,
-    ) -> Any:
-        """A loader over `dataset` with this engine's micro-batch size and share of the samples.
-
-        Args:
-            dataset: map-style or iterable.
-            batch_size: samples per batch on this rank; the micro-batch size by default.
-            route: "train" shuffles; "eval", "predict" and "encode" keep the order.
-            pin_memory: by default wherever there is a device to copy to.
-            data_sampler: replaces the distributed sampler.
-            collate_fn: makes a batch of samples.
-            num_local_io_workers: loader processes; 0 loads in this one.
-        """
-        return make_loader(
-            dataset,
-            batch_size or self._batch.micro_batch_size,
-            get_rank(self.data_parallel_group),
-            self.dp_world_size,
-            shuffle=route == "train",
-            drop_last=self._config.dataloader_drop_last,
-            collate_fn=collate_fn,
-            sampler=data_sampler,
-            num_workers=num_local_io_workers or 0,
-            pin_memory=self.device.type != "cpu" if pin_memory is None else pin_memory,
-        )
 
     # ------------------------------------------------------------ batch sizes
 
