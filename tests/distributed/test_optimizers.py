@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -319,7 +320,7 @@ def test_returned_optimizer_answers_like_torchs(rank, world_size):
         assert optimizer.defaults["weight_decay"] == 0.1
         with pytest.raises(UsageError, match="cannot join"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-        loss = optimizer.step(lambda: _closure_loss(engine))
+        loss = optimizer.step(partial(_closure_loss, engine))
         assert loss.item() > 0
         assert optimizer.state
         engine.destroy()

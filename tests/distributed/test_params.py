@@ -279,9 +279,8 @@ def test_unfreezing_what_was_frozen_at_initialize_is_refused(rank, world_size):
     for stage in STAGES:
         pair = Pair(rank, world_size, _frozen_first, zero_config(stage), adamw, groups=_trainable).train(1)
         pair.model[3].requires_grad_(True)
-        loss = square(pair.engine, torch.randn(4, 5))
+        pair.engine.backward(square(pair.engine, torch.randn(4, 5)))
         with pytest.raises(UsageError, match=r"3\.weight was frozen at initialize"):
-            pair.engine.backward(loss)
             pair.engine.step()
         pair.model[3].requires_grad_(False)
 
@@ -339,10 +338,9 @@ def test_a_sharded_parameter_outside_forward(rank, world_size):
         lambda: weight.clone(),
         lambda: torch.save(weight, "/dev/null"),
     )
-    for index, read in enumerate(reads):
+    for read in reads:
         with pytest.raises(UsageError, match=r"parameter 0\.weight\b.* is sharded"):
             read()
-            raise AssertionError(f"read {index} passed")
     engine.destroy()
     assert torch.equal(engine.module[0].weight, mlp()[0].weight)
 
@@ -393,7 +391,7 @@ def test_two_parameters_over_one_memory_are_refused(rank, world_size):
     model = mlp()
     model[2].weight = nn.Parameter(model[0].weight.data[:3].clone())
     model[2].weight.data = model[0].weight.data.view(-1)[:21].view(3, 7)
-    with pytest.raises(UsageError, match="share|same memory"):
+    with pytest.raises(UsageError, match="same memory"):
         initialize(model=model, optimizer=sgd, config=zero_config(2))
 
 

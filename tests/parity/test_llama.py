@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
 from fullspeed.engine.initialize import initialize
 from fullspeed.sharding.access import safe_get_full_fp32_param
 from tests.models import tiny_llama
-from tests.parity.beside import Pair, adamw, causal, difference, sgd, tokens, zero_config
+from tests.parity.beside import Pair, causal, difference, sgd, tokens, zero_config
 from tests.ranks import ranks
 
 pytest.importorskip("transformers")
@@ -18,7 +16,13 @@ pytest.importorskip("transformers")
 STAGES = (0, 1, 2, 3)
 
 
-def _pair(rank, world_size, config, optimizer=adamw, **model):
+def _adamw(params):
+    """A rate that suits a Llama, and an eps above the rounding of gradients: with a smaller one, an element whose
+    gradient is nearly zero moves by rounding divided by rounding."""
+    return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1, eps=1e-6)
+
+
+def _pair(rank, world_size, config, optimizer=_adamw, **model):
     make = lambda seed: tiny_llama(seed, **model)  # noqa: E731
     return Pair(rank, world_size, make, config, optimizer, loss=causal, batches=tokens)
 
@@ -27,8 +31,8 @@ def _pair(rank, world_size, config, optimizer=adamw, **model):
 def test_ten_steps_equal_plain_torch(rank, world_size):
     """Stages 0 to 3, one and three micro-batches, with and without clipping, AdamW and SGD, two attentions."""
     cases = (
-        (1, 0.0, adamw, {"attention": "eager"}),
-        (3, 0.2, adamw, {"attention": "sdpa"}),
+        (1, 0.0, _adamw, {"attention": "eager"}),
+        (3, 0.2, _adamw, {"attention": "sdpa"}),
         (3, 0.2, sgd, {"attention": "sdpa", "is_tied": True, "num_layers": 3}),
     )
     for stage in STAGES:
@@ -72,7 +76,7 @@ def test_frozen_llama_with_a_trainable_head(rank, world_size):
             world_size,
             make,
             zero_config(stage, accum=2),
-            adamw,
+            _adamw,
             groups=lambda module: [param for param in module.parameters() if param.requires_grad],
             loss=causal,
             batches=tokens,
@@ -98,8 +102,8 @@ def test_generation_between_steps(rank, world_size):
 
 @ranks(2, timeout_s=120)
 def test_16_bit_llama(rank, world_size):
-    """bf16 and fp16, masters after five updates: stages within 2e-3 of one another (gradients travel in 16 bits, and
-    AdamW turns a last-bit difference of a tiny gradient into a part of lr = 1e-2), within 3e-2 of fp32."""
+    """bf16 and fp16, masters after five updates: stages within 2e-4 of one another (gradients travel in 16 bits, and
+    AdamW turns a last-bit difference of a tiny gradient into a part of lr = 1e-3), within 5e-3 of fp32."""
     exact = _masters(rank, world_size, zero_config(0))
     for name, section in (("bf16", {"enabled": True}), ("fp16", {"enabled": True, "loss_scale": 128})):
         results = [
@@ -108,18 +112,18 @@ def test_16_bit_llama(rank, world_size):
         ]
         for others in results[1:]:
             worst = max((results[0][fqn] - others[fqn]).abs().max().item() for fqn in others)
-            assert worst <= 2e-3, (name, worst)
+            assert worst <= 2e-4, (name, worst)
         drift = max((results[0][fqn] - exact[fqn]).abs().max().item() for fqn in exact)
-        assert 0 < drift < 3e-2, (name, drift)
+        assert 0 < drift < 5e-3, (name, drift)
 
 
 def _masters(rank, world_size, config):
     model = tiny_llama()
-    engine, *_ = initialize(model=model, optimizer=partial(torch.optim.AdamW, lr=1e-2), config=config)
+    engine, *_ = initialize(model=model, optimizer=_adamw, config=config)
     for step in range(5):
         engine.backward(causal(engine, tokens(world_size, step, 0)[rank]))
         engine.step()
     masters = {name: safe_get_full_fp32_param(param) for name, param in model.named_parameters()}
     engine.destroy()
-    assert max(difference(model, tiny_llama()).values()) > 1e-2
+    assert max(difference(model, tiny_llama()).values()) > 1e-3
     return masters

@@ -16,7 +16,7 @@ from fullspeed.base.log import set_log_level
 from fullspeed.comm import Group, get_world_group, get_world_size, init_distributed
 from fullspeed.config import Config, load_config, require_resolved, resolve_batch
 from fullspeed.engine.engine import Engine
-from fullspeed.engine.parts import build_optimizer, build_scheduler
+from fullspeed.engine.parts import build_optimizer, build_scheduler, move_to
 from fullspeed.optim.lamb import Lamb
 from fullspeed.precision.buffers import cast_buffers, fp32_patterns
 from fullspeed.precision.loss_scale import LossScale, StaticLossScale, make_loss_scale
@@ -86,7 +86,7 @@ def initialize(
     device = torch.device(accelerator.current_device_name())
     if device.type == "cpu":
         keep_freed_memory()
-    model.to(device)
+    move_to(model, device)
     basic = build_optimizer(model, settings, optimizer, model_parameters)
     wrapped, runtime, precision = _shard(model, settings, basic, dp_group, device)
     scheduler = build_scheduler(settings, lr_scheduler, wrapped)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -13,10 +14,22 @@ from fullspeed.config import Config, require_resolved
 from fullspeed.optim.factory import is_shardable, make_optimizer
 from fullspeed.optim.muon import flag_muon_params
 from fullspeed.optim.scheduler import make_scheduler
+from fullspeed.sharding import placeholder
 from fullspeed.sharding.optimizer import ShardedOptimizer
 from fullspeed.sharding.placement import placement_of
 
 ClientOptimizer = Optimizer | Callable[[list[Any]], Optimizer] | None
+
+
+@torch.no_grad()
+def move_to(model: nn.Module, device: torch.device) -> None:
+    """Put the model's parameters and buffers on `device`; parameters of a running engine stay where they are."""
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            if not placeholder.is_adopted(param) and param.device != device:
+                param.data = param.to(device)
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
 
 
 def build_optimizer(

@@ -8,6 +8,7 @@ parameter: inside a forward or backward the resolver gathers the values and the 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 # Called with the sharded parameters an operation touches; makes them whole or raises UsageError.
 Resolver = Callable[[list[nn.Parameter]], None]
 
-# Keyed by identity: comparing tensors would compare their values.
+# Keyed by identity: comparing tensors would compare their values. The values are weak methods: the runtime holds its
+# parameters, so a strong reference to it would keep both alive for ever.
 _resolvers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 # Operations that need no values. Property getters reach __torch_function__ as the property's `__get__`.
@@ -69,13 +71,13 @@ _sharded_classes: dict[type, type] = {nn.Parameter: ShardedParameter}
 
 
 def adopt(param: nn.Parameter, resolver: Resolver) -> None:
-    """Name the runtime that answers when `param` is used while sharded."""
-    _resolvers[param] = resolver
+    """Name the runtime that answers when `param` is used while sharded: a bound method, referenced weakly."""
+    _resolvers[param] = weakref.WeakMethod(resolver)
 
 
 def is_adopted(param: nn.Parameter) -> bool:
     """Whether a runtime owns `param`."""
-    return param in _resolvers
+    return param in _resolvers and _resolvers[param]() is not None
 
 
 def disown(param: nn.Parameter) -> None:
@@ -111,7 +113,9 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 def _make_whole(params: list[nn.Parameter]) -> None:
     by_resolver: dict[Resolver, list[nn.Parameter]] = {}
     for param in params:
-        by_resolver.setdefault(_resolvers[param], []).append(param)
+        resolver = _resolvers[param]()
+        assert resolver is not None, "a sharded parameter outlived the runtime that owns it"
+        by_resolver.setdefault(resolver, []).append(param)
     for resolver, owned in by_resolver.items():
         resolver(owned)
 

@@ -14,8 +14,23 @@ class ShardedError(Exception):
     pass
 
 
-def refuse(params: list[nn.Parameter]) -> None:
-    raise ShardedError(len(params))
+class Runtime:
+    """Answers for sharded parameters; adoption refers to it weakly."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[nn.Parameter]] = []
+
+    def refuse(self, params: list[nn.Parameter]) -> None:
+        raise ShardedError(len(params))
+
+    def gather(self, params: list[nn.Parameter]) -> None:
+        self.calls.append(params)
+        for each in params:
+            placeholder.show(each)
+
+
+RUNTIME = Runtime()
+refuse = RUNTIME.refuse
 
 
 @pytest.fixture
@@ -80,17 +95,11 @@ def test_values_do_not(param: nn.Parameter, use: object) -> None:
 @pytest.mark.parametrize("use", VALUES.values(), ids=VALUES)
 def test_a_resolver_that_gathers_lets_the_operation_go_on(use: object) -> None:
     param = nn.Parameter(torch.arange(32.0).view(4, 8), requires_grad=False)
-    calls = []
-
-    def gather(params: list[nn.Parameter]) -> None:
-        calls.append(params)
-        for each in params:
-            placeholder.show(each)
-
-    placeholder.adopt(param, gather)
+    runtime = Runtime()
+    placeholder.adopt(param, runtime.gather)
     placeholder.hide(param)
     use(param)
-    assert calls
+    assert runtime.calls
     assert not placeholder.is_sharded(param)
 
 
