@@ -206,6 +206,30 @@ def test_optimizer_over_some_parameters(rank, world_size):
         assert max(difference(model, plain).values()) < 1e-6
 
 
+@ranks(2, 4)
+def test_an_optimizer_that_has_taken_steps(rank, world_size):
+    """Its state, step counts included, is carried over to the shards: training goes on as in torch."""
+    for stage in STAGES:
+        for make in (adamw, sgd):
+            models = deep_mlp(), deep_mlp()
+            optimizers = [make(model.parameters()) for model in models]
+            for model, optimizer in zip(models, optimizers, strict=True):
+                for step in range(2):
+                    square(model, vectors(1, 90 + step, 0)[0]).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            engine, *_ = initialize(model=models[0], optimizer=optimizers[0], config=zero_config(stage))
+            for step in range(3):
+                batches = vectors(world_size, step, 0)
+                engine.backward(square(engine, batches[rank]))
+                engine.step()
+                sum(square(models[1], batch) / world_size for batch in batches).backward()
+                optimizers[1].step()
+                optimizers[1].zero_grad()
+            engine.destroy()
+            assert max(difference(*models).values()) < 1e-6, (stage, make)
+
+
 class Rotating(torch.optim.Optimizer):
     """Not elementwise: every update depends on the whole tensor."""
 

@@ -379,11 +379,6 @@ def test_wrong_optimizers_are_refused(rank, world_size):
     model, other = mlp(), mlp()
     with pytest.raises(UsageError, match="no parameter of the model"):
         initialize(model=model, optimizer=sgd(other.parameters()), config=zero_config(1))
-    used = adamw(model.parameters())
-    square(model, torch.randn(4, 5)).backward()
-    used.step()
-    with pytest.raises(UsageError, match="fresh optimizer"):
-        initialize(model=model, optimizer=used, config=zero_config(1))
 
 
 @ranks(2)

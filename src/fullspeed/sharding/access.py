@@ -46,6 +46,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     group, slot = optimizer.runtime.slot_of[param]
     if group.master is None:
         return None
+    optimizer.runtime.meet()
     return _slot_of(group, slot, _whole(group, group.master))
 
 
@@ -100,6 +101,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, key: str) -> torch.Tensor
     if optimizer is None:
         return None
     group, slot = optimizer.runtime.slot_of[param]
+    optimizer.runtime.meet()
     own = _own_state(optimizer, group, key)
     # A rank may own no element of the group, or no state yet: what there is to gather is settled by all.
     present = all_gather_object((own is not None, bool(optimizer.state)), optimizer.dp_group)

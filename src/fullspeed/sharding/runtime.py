@@ -379,8 +379,7 @@ class ShardingRuntime:
 
         Returns, for every trainable parameter, whether any rank's gradient reached it since the last step.
         """
-        self.abandon_pass()
-        self.gatherer.drain(Idle.AT_STEP)
+        self.meet()
         flags = self._agreement.maximum(self._flags())
         while flags[0]:
             for index in self.order.order:
@@ -389,6 +388,11 @@ class ShardingRuntime:
             flags[0] = int(self._agreement.maximum(torch.tensor([self._has_local()], dtype=torch.uint8))[0])
         touched = iter(flags[1:].tolist())
         return {param: bool(next(touched)) for group in self.trainable for param in group.params}
+
+    def meet(self) -> None:
+        """Serve ranks that are still in a forward or backward until all ranks are here. Precedes every collective."""
+        self.abandon_pass()
+        self.gatherer.drain(Idle.AT_STEP)
 
     def _has_local(self) -> int:
         return int(any(group.has_local for group in self.trainable))
@@ -421,6 +425,7 @@ class ShardingRuntime:
         self._handles = []
         if not self.groups:
             return
+        self.meet()
         self.clear_grads()
         self.gatherer.free_idle()
         for group in self.groups:
