@@ -28,11 +28,10 @@ ZERO: dict[int, dict[str, Any]] = {
     0: {"stage": 0},
     1: {"stage": 1},
     2: {"stage": 2},
-    3: {  # holds about as little as FSDP2 does when it reshards after forward
+    3: {  # at most half of the model whole at any time
         "stage": 3,
         "stage3_max_live_parameters": 1.5e7,
         "stage3_prefetch_bucket_size": 4e6,
-        "stage3_max_reuse_distance": 0,
         "stage3_param_persistence_threshold": 1e4,
     },
 }

@@ -13,6 +13,7 @@ join.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -101,8 +102,10 @@ class Gatherer:
             group = self._groups[index]
             if group.is_whole or group.is_gathering or not group.needs_gather:
                 continue
-            too_far = bool(self._prefetched) and ahead + group.numel > self._budget.prefetch_numel
-            if too_far or self.live_numel + group.numel > self._budget.max_live_numel:
+            if self._prefetched and ahead + group.numel > self._budget.prefetch_numel:
+                return
+            self._make_room(group.numel, further_than=self._distance(group))
+            if self.live_numel + group.numel > self._budget.max_live_numel:
                 return
             if index not in self._round(self._prefetch_code(group)):
                 return
@@ -140,22 +143,31 @@ class Gatherer:
             if not group.users and not group.held_by_backward:
                 self.free(group)
 
-    def _make_room(self, numel: int) -> None:
-        """Free kept groups, least recently used first, until `numel` more elements fit the budget or none is left."""
-        for index in self._idle_by_age():
-            if self.live_numel + numel <= self._budget.max_live_numel:
-                return
-            self.free(self._groups[index])
+    def _make_room(self, numel: int, further_than: float = -1) -> None:
+        """Free kept groups, the one used again last first, until `numel` more elements fit the budget.
 
-    def _idle_by_age(self) -> list[int]:
-        idle = [
-            group.index
+        Only groups whose next use is more than `further_than` elements away.
+        """
+        for group in sorted(self._idle(), key=self._distance, reverse=True):
+            if self.live_numel + numel <= self._budget.max_live_numel or self._distance(group) <= further_than:
+                return
+            self.free(group)
+
+    def _distance(self, group: FlatGroup) -> float:
+        """Elements used before this group is expected again; infinite when it is not."""
+        distance = self.trace.reuse_distance(group.index)
+        return math.inf if distance is None else distance
+
+    def _idle(self) -> list[FlatGroup]:
+        """Whole groups that may be freed. Frozen ones too: no last gradient ever releases them in backward."""
+        return [
+            group
             for group in self._groups
-            if group.is_transient and group.is_whole and not group.users and group.index not in self._recent
-        ]
-        # Frozen groups have no last gradient to release them in backward, so the budget does.
-        return [index for index in idle if not self._groups[index].held_by_backward] + [
-            index for index in idle if self._groups[index].held_by_backward and not self._groups[index].is_trainable
+            if group.is_transient
+            and group.is_whole
+            and not group.users
+            and group.index not in self._recent
+            and not (group.held_by_backward and group.is_trainable)
         ]
 
     # ------------------------------------------------------------- agreement
