@@ -12,6 +12,7 @@ Life of a pass
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -122,12 +123,14 @@ class ShardingRuntime:
                 self._handles += [pre, post]
 
     def _hook_parameters(self) -> None:
+        # Python's cycle collector cannot look into a tensor's hooks: a strong reference would keep us alive for ever.
+        me = weakref.ref(self)
         for param, (group, slot) in self.slot_of.items():
             placeholder.adopt(param, self._resolve)
             if group.is_trainable:
-                self._handles.append(param.register_hook(partial(self._before_accumulate, group)))
-                hook = partial(self._on_grad, group, slot)
-                self._handles.append(param.register_post_accumulate_grad_hook(hook))
+                before, after = partial(_before_accumulate, me, group.index), partial(_on_grad, me, group.index, slot)
+                self._handles.append(param.register_hook(before))
+                self._handles.append(param.register_post_accumulate_grad_hook(after))
 
     def _enter(self, needed: Sequence[FlatGroup], module: nn.Module, args: Any) -> None:
         if self._depth == 0:
@@ -273,10 +276,6 @@ class ShardingRuntime:
         self._pass_id = _NO_PASS
         self._finish_in_flight()
         self._release_backward()
-
-    def _before_accumulate(self, group: FlatGroup, grad: torch.Tensor) -> None:
-        """Autograd is about to add to `param.grad`: take an exposed gradient back first, it counts already."""
-        group.unexpose_grads()
 
     def _pass_factor(self) -> float:
         return self._factor if self._pass_id != _NO_PASS else self.default_factor
@@ -438,6 +437,19 @@ class ShardingRuntime:
         if group.is_transient:
             group.begin_unshard()
             group.finish_unshard()
+
+
+def _before_accumulate(me: weakref.ref[ShardingRuntime], index: int, grad: torch.Tensor) -> None:
+    """Autograd is about to add to `param.grad`: take an exposed gradient back first, it counts already."""
+    runtime = me()
+    if runtime is not None:
+        runtime.groups[index].unexpose_grads()
+
+
+def _on_grad(me: weakref.ref[ShardingRuntime], index: int, slot: int, param: torch.Tensor) -> None:
+    runtime = me()
+    if runtime is not None:
+        runtime._on_grad(runtime.groups[index], slot, param)
 
 
 def _has_saved_tensor_hooks() -> bool:
