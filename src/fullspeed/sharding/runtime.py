@@ -33,7 +33,7 @@ from fullspeed.sharding.plan import scope_groups
 _NO_PASS = -2
 
 # Beyond two, a reduction gains nothing by starting early, and its buffers are held for longer.
-MAX_REDUCTIONS_IN_FLIGHT = 2
+MAX_REDUCTIONS_IN_FLIGHT = 16
 
 
 class ReductionPolicy:
