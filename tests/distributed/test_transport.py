@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fullspeed.comm import AllReduceTransport, CommRecorder, Transport, get_world_group, make_transport, observing
-from fullspeed.comm.transport import NativeTransport, NullTransport, PairwiseTransport
+from fullspeed.comm.transport import NativeTransport, NullTransport, PairwiseTransport, SharedMemoryTransport
 from tests.ranks import ranks
 
 NUMEL = 40  # per shard
@@ -20,8 +20,8 @@ def rows(world_size: int, dtype: torch.dtype) -> torch.Tensor:
 
 def transports(rank: int, world_size: int) -> list[Transport]:
     chosen = make_transport(get_world_group(), torch.device("cpu"))
-    assert isinstance(chosen, NullTransport if world_size == 1 else PairwiseTransport)
-    native = [] if world_size == 1 else [NativeTransport(get_world_group())]
+    assert isinstance(chosen, NullTransport if world_size == 1 else SharedMemoryTransport)
+    native = [] if world_size == 1 else [NativeTransport(get_world_group()), PairwiseTransport(get_world_group())]
     return [chosen, *native, AllReduceTransport(chosen, rank, world_size)]
 
 
@@ -76,7 +76,10 @@ def test_transfers_of_two_channels_may_interleave_differently(rank: int, world_s
     expected = torch.cat([torch.arange(float(NUMEL)) + 100 * other for other in range(world_size)])
     a, b = torch.zeros(world_size * NUMEL), torch.zeros(world_size * NUMEL)
     order = [(first, a, 1.0), (second, b, 2.0)]
-    pending = [t.all_gather(full, shards * k) for t, full, k in (order if rank % 2 else reversed(order))]
+    pending = []
+    for transport, full, factor in order if rank % 2 else reversed(order):
+        shard = transport.empty(NUMEL, torch.float32, device).copy_(shards * factor)
+        pending.append(transport.all_gather(full, shard))
     for transfer in reversed(pending):
         transfer.wait()
     assert torch.equal(a, expected)

@@ -1,6 +1,6 @@
 """The only room that talks to torch.distributed."""
 
-from fullspeed.comm.agreement import Agreement
+from fullspeed.comm.agreement import Agreement, Posted
 from fullspeed.comm.collectives import (
     Group,
     ReduceOp,
@@ -27,6 +27,7 @@ __all__ = [
     "CommRecorder",
     "Group",
     "Pending",
+    "Posted",
     "ReduceOp",
     "Transport",
     "agree",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,6 +22,7 @@ from typing_extensions import override
 
 from fullspeed.comm.collectives import Group, get_global_rank, get_rank, get_world_size
 from fullspeed.comm.observe import emit
+from fullspeed.comm.shared_memory import SharedArena, can_share, shared_arena, sum_in_order
 
 
 class Pending(Protocol):
@@ -28,6 +30,9 @@ class Pending(Protocol):
 
     def advance(self) -> None:
         """Wait for the phase under way and start the next, if there is one; bounds what is in flight."""
+
+    def poll(self) -> bool:
+        """Whether `wait` would return at once. Only an advanced transfer can answer yes; may err towards no."""
 
     def wait(self) -> None:
         """Return when the result is complete (on an accelerator: when the current stream may use it)."""
@@ -39,6 +44,10 @@ class Done(Pending):
     @override
     def advance(self) -> None:
         """Nothing to advance."""
+
+    @override
+    def poll(self) -> bool:
+        return True
 
     @override
     def wait(self) -> None:
@@ -55,6 +64,10 @@ class _Finishing(Pending):
     @override
     def advance(self) -> None:
         self.wait()
+
+    @override
+    def poll(self) -> bool:
+        return not self._works and self._finish is None
 
     @override
     def wait(self) -> None:
@@ -76,8 +89,12 @@ class _Chained(Pending):
     @override
     def advance(self) -> None:
         if self._second is None:
-            self._first.wait()
+            self._first.advance()
             self._second = self._start_second()
+
+    @override
+    def poll(self) -> bool:
+        return self._second is not None and self._second.poll()
 
     @override
     def wait(self) -> None:
@@ -88,6 +105,10 @@ class _Chained(Pending):
 
 class Transport(Protocol):
     """Moves flat buffers over one group of ranks. `full` is (world_size * n,), `shard` is (n,), both contiguous."""
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An uninitialised 1-D buffer that travels best; any other buffer may be passed as well."""
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
         """Fill `full` with all shards. `shard` may be this rank's slice of `full` itself."""
@@ -214,21 +235,10 @@ class PairwiseTransport(Transport):
         return _Finishing(works, lambda: self._sum(slices[self._rank], received, out))
 
     def _sum(self, own: torch.Tensor, received: torch.Tensor, out: torch.Tensor) -> None:
-        """Out = own + all received, rounded once. Ranks are added in rank order, so every rank count is repeatable."""
-        if len(self._peers) == 1 and out.dtype == own.dtype == torch.float32:
-            torch.add(own, received[0], out=out)
-            return
-        wide = torch.promote_types(own.dtype, torch.float32)
-        total: torch.Tensor | None = None
+        """Ranks are added in rank order, so every world size is repeatable."""
         row = {peer: index for index, peer in enumerate(self._peers)}
-        for rank in range(self._world_size):
-            part = own if rank == self._rank else received[row[rank]]
-            if total is None:
-                total = part.to(wide, copy=True)
-            else:
-                total.add_(part)
-        assert total is not None
-        out.copy_(total)
+        parts = [own if rank == self._rank else received[row[rank]] for rank in range(self._world_size)]
+        sum_in_order(parts, out)
 
     def _next_tag(self) -> int:
         return self._first_tag + next(self._transfers) % self._TAGS_PER_CHANNEL
@@ -252,11 +262,168 @@ class PairwiseTransport(Transport):
         return works
 
 
+class SharedMemoryTransport(Transport):
+    """Ranks of one host read each other's buffers where they lie.
+
+    A transfer publishes the place of this rank's buffer; whoever needs a slice of it copies or adds it directly. There
+    are no messages: flags in shared memory say what is published and what has been read. Buffers from `empty` are
+    shared already, others are copied into shared memory first.
+
+    What must hold: the shard given to `all_gather` keeps its values until every rank is known to have waited for the
+    gather (an agreement after it will do); the buffer of a reduction is free again when its `wait` returns.
+    """
+
+    _RING = 64  # transfers of one channel that may be under way
+    _FIELDS = 3  # published, offset, consumed
+
+    def __init__(self, group: Group, arena: SharedArena) -> None:
+        self._arena = arena
+        self._rank, self._world_size = get_rank(group), get_world_size(group)
+        self._peers = [(self._rank + hop) % self._world_size for hop in range(1, self._world_size)]
+        self._first_flag = arena.take_flags(self._RING * self._FIELDS)
+        self._transfers = itertools.count()
+
+    @override
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self._arena.empty(numel, dtype)
+
+    @override
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
+        _emit("all_gather", full, self._world_size)
+        slices = full.view(self._world_size, -1)
+        own = slices[self._rank]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        return self._gather(slices, shard)
+
+    @override
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
+        _emit("reduce_scatter", full, self._world_size)
+        return self._sum_to_owner(full, out)
+
+    @override
+    def all_reduce(self, full: torch.Tensor) -> Pending:
+        """Sum every slice at its owner, then copy the sums round."""
+        _emit("all_reduce", full, self._world_size)
+        slices = full.view(self._world_size, -1)
+        own = slices[self._rank]
+        # Drawn now, so that numbers follow the order of calls, not of waits.
+        numbers = next(self._transfers), next(self._transfers)
+        return _Chained(
+            self._sum_to_owner(full, own, numbers[0]), lambda: self._gather(slices, own, numbers[1], is_released=True)
+        )
+
+    def _gather(
+        self, slices: torch.Tensor, shard: torch.Tensor, number: int | None = None, *, is_released: bool = False
+    ) -> Pending:
+        number, staged = self._publish(shard, number)
+
+        def read() -> None:
+            for peer in self._peers:
+                slices[peer].copy_(self._published(peer, number, slices.shape[1], slices.dtype))
+            self._raise(number, 2)
+
+        # A shard that lies in shared memory is stable; a staged copy, or a slice the caller will overwrite, is not.
+        is_released = is_released or staged is not shard
+        return _Reading(read, self._release_of(number) if is_released else None, staged)
+
+    def _sum_to_owner(self, full: torch.Tensor, out: torch.Tensor, number: int | None = None) -> Pending:
+        number, staged = self._publish(full, number)
+        numel = out.numel()
+        begin = self._rank * numel
+
+        def add() -> None:
+            parts = [
+                staged[begin : begin + numel]
+                if rank == self._rank
+                else self._published(rank, number, full.numel(), full.dtype)[begin : begin + numel]
+                for rank in range(self._world_size)
+            ]
+            sum_in_order(parts, out)
+            self._raise(number, 2)
+
+        return _Reading(add, self._release_of(number), staged)
+
+    def _flag(self, number: int, field: int) -> int:
+        return self._first_flag + (number % self._RING) * self._FIELDS + field
+
+    def _raise(self, number: int, field: int) -> None:
+        self._arena.flags[self._rank][self._flag(number, field)] = number + 1
+
+    def _publish(self, buffer: torch.Tensor, number: int | None) -> tuple[int, torch.Tensor]:
+        """Tell the peers where `buffer` lies. Returns the transfer's number and the buffer they will read."""
+        number = next(self._transfers) if number is None else number
+        offset = self._arena.offset_of(buffer)
+        if offset is None:
+            shared = self._arena.empty(buffer.numel(), buffer.dtype)
+            buffer = shared.copy_(buffer)
+            offset = self._arena.offset_of(buffer)
+        assert offset is not None
+        if number >= self._RING:
+            self._wait_consumed(number - self._RING)
+        self._arena.flags[self._rank][self._flag(number, 1)] = offset
+        self._raise(number, 0)
+        return number, buffer
+
+    def _published(self, peer: int, number: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        self._arena.wait_for(peer, self._flag(number, 0), number + 1)
+        offset = int(self._arena.flags[peer][self._flag(number, 1)])
+        return self._arena.view(peer, offset, numel, dtype)
+
+    def _release_of(self, number: int) -> tuple[Callable[[], None], Callable[[], bool]]:
+        return partial(self._wait_consumed, number), partial(self._is_consumed, number)
+
+    def _is_consumed(self, number: int) -> bool:
+        flag = self._flag(number, 2)
+        return all(self._arena.flags[peer][flag] > number for peer in self._peers)
+
+    def _wait_consumed(self, number: int) -> None:
+        for peer in self._peers:
+            self._arena.wait_for(peer, self._flag(number, 2), number + 1)
+
+
+class _Reading(Pending):
+    """Peers' buffers to read, then, where the own buffer is to be reused, peers to have read it."""
+
+    def __init__(
+        self,
+        read: Callable[[], None],
+        release: tuple[Callable[[], None], Callable[[], bool]] | None,
+        keep_alive: torch.Tensor,
+    ) -> None:
+        self._read: Callable[[], None] | None = read
+        self._release = release  # (wait for it, ask for it)
+        self._keep_alive: torch.Tensor | None = keep_alive
+
+    @override
+    def advance(self) -> None:
+        if self._read is not None:
+            read, self._read = self._read, None
+            read()
+
+    @override
+    def poll(self) -> bool:
+        return self._read is None and (self._release is None or self._release[1]())
+
+    @override
+    def wait(self) -> None:
+        self.advance()
+        if self._release is not None:
+            wait_released, _ = self._release
+            wait_released()
+            self._release = None
+        self._keep_alive = None
+
+
 class AllReduceTransport(Transport):
     """A transport whose reduce-scatter is an all-reduce of the whole buffer (`"reduce_scatter": false`)."""
 
     def __init__(self, inner: Transport, rank: int, world_size: int) -> None:
         self._inner, self._rank, self._world_size = inner, rank, world_size
+
+    @override
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self._inner.empty(numel, dtype, device)
 
     @override
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
@@ -282,17 +449,27 @@ class _Then(Pending):
         self._first.advance()
 
     @override
+    def poll(self) -> bool:
+        return self._first.poll()
+
+    @override
     def wait(self) -> None:
         self._first.wait()
         self._finish()
 
 
 def make_transport(group: Group, device: torch.device) -> Transport:
-    """The measured best transport for this group: none, pairwise exchange on gloo, native elsewhere."""
+    """The measured best transport for this group. Collective.
+
+    None for one rank; the backend's own except on gloo; there shared memory on one host, pairwise exchange elsewhere.
+    """
     if get_world_size(group) == 1:
         return NullTransport()
-    backend = group._get_backend(device).name()
-    return PairwiseTransport(group) if backend == "gloo" else NativeTransport(group)
+    if group._get_backend(device).name() != "gloo":
+        return NativeTransport(group)
+    if can_share(group, device):
+        return SharedMemoryTransport(group, shared_arena(group))
+    return PairwiseTransport(group)
 
 
 def _emit(op: str, full: torch.Tensor, world_size: int) -> None:

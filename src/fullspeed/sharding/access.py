@@ -56,6 +56,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     optimizer = _require(param)
     group, slot = optimizer.runtime.slot_of[param]
     _check_shape(param, value)
+    optimizer.runtime.sync()
     optimizer.runtime.gatherer.free_idle()
     group.write_slot(slot, value)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from fullspeed.base.errors import UsageError
-from fullspeed.comm import Agreement
+from fullspeed.comm import Agreement, Posted
 from fullspeed.sharding.group import FlatGroup
 from fullspeed.sharding.trace import UseTrace
 
@@ -54,6 +54,7 @@ class Gatherer:
         self._agreement = agreement
         self._num_launched = num_launched
         self.num_launched_by_all = 0  # reductions, counted over all passes, that every rank is known to have started
+        self._posted: Posted | None = None  # a prefetch this rank has asked for, answers not read yet
         self._codes: list[int] = []  # what every rank said in the last round
         self._launched: list[int] = []  # reductions every rank had started by then
         self.communicates = any(group.needs_gather for group in groups)
@@ -77,6 +78,7 @@ class Gatherer:
         """Make the group whole for computing, and start fetching what the trace expects next."""
         if not group.is_transient:
             return
+        self._resolve()
         self._prefetched.discard(group.index)
         self.trace.use(group.index)
         self._recent = [*[index for index in self._recent if index != group.index][-1:], group.index]
@@ -107,9 +109,10 @@ class Gatherer:
             self._make_room(group.numel, further_than=self._distance(group))
             if self.live_numel + group.numel > self._budget.max_live_numel:
                 return
-            if index not in self._round(self._prefetch_code(group)):
+            self._posted = self._post(self._prefetch_code(group))
+            # The answer can wait until something is needed: ranks need not be in step within a group's compute.
+            if not self._posted.poll() or index not in self._resolve():
                 return
-            self._prefetched.add(index)
             ahead += group.numel
 
     # --------------------------------------------------------------- release
@@ -180,9 +183,25 @@ class Gatherer:
     def _prefetch_code(group: FlatGroup) -> int:
         return 2 * group.index
 
+    def _post(self, code: int) -> Posted:
+        return self._agreement.post([code, self._num_launched()])
+
+    def _resolve(self) -> list[int]:
+        """Read the answers to a prefetch this rank has posted; returns the groups whose gathers start now."""
+        if self._posted is None:
+            return []
+        posted, self._posted = self._posted, None
+        settled = self._settle(posted.rows())
+        self._prefetched.update(settled)
+        return settled
+
     def _round(self, code: int) -> list[int]:
         """One exchange; starts the gathers it settles on and returns their groups. Idle everywhere returns nothing."""
-        rows = self._agreement.exchange([code, self._num_launched()])
+        self._resolve()
+        return self._settle(self._post(code).rows())
+
+    def _settle(self, rows: list[list[int]]) -> list[int]:
+        """What follows from what every rank said: the same on all of them."""
         codes = [row[0] for row in rows]
         self.num_launched_by_all = min(row[1] for row in rows)
         self._codes, self._launched = codes, [row[1] for row in rows]

@@ -96,13 +96,14 @@ class FlatGroup:
         self._reducing: Pending | None = None
         self._incoming: torch.Tensor | None = None
         if self.is_trainable and not placement.grads:
-            self.local = torch.zeros(self.numel, dtype=dtypes.accum, device=self.device)
+            self.local = links.reduce.empty(self.numel, dtypes.accum, self.device).zero_()
 
     # ------------------------------------------------------------------ values
 
     def _build_values(self) -> None:
         """Move the parameters into the flat buffers; afterwards they are views of `full`."""
         dtypes = self.dtypes
+        # Not from the transport: weights are multiplied with at every step and sent once, so they want the best pages.
         self.full = torch.zeros(self.numel, dtype=dtypes.compute, device=self.device)
         exact = self.full  # values before they are rounded to storage: what masters start from
         if self.is_trainable and dtypes.master != dtypes.compute:
@@ -127,7 +128,9 @@ class FlatGroup:
         if not self.is_transient:
             return self.full
         source = self.full[self._own] if self.placement.params else self.full
-        return source.to(self.dtypes.storage, copy=True)
+        if not self.placement.optim:
+            return source.to(self.dtypes.storage, copy=True)
+        return self.links.gather.empty(source.numel(), self.dtypes.storage, self.device).copy_(source)
 
     def _own_store(self) -> torch.Tensor:
         """The part of `store` that this rank's optimizer owns: all of it when optimizer states are whole."""
@@ -250,7 +253,7 @@ class FlatGroup:
             return
         if self.placement.grads:
             # Not waiting for a reduction under way: it keeps its own buffer, and a peer may need us first.
-            self.local = torch.empty(self.numel, dtype=self.dtypes.accum, device=self.device)
+            self.local = self.links.reduce.empty(self.numel, self.dtypes.accum, self.device)
             return
         self.finish_reduce()
         if self.reduced is not None and self._aliases_local(self.reduced):
@@ -264,7 +267,7 @@ class FlatGroup:
         """Start summing `local` over ranks. Collective: every rank must call it, with gradients or without."""
         self.finish_reduce()
         if not self.has_local and self.placement.grads:
-            self.local = torch.empty(self.numel, dtype=self.dtypes.accum, device=self.device)
+            self.local = self.links.reduce.empty(self.numel, self.dtypes.accum, self.device)
         elif not self.has_local:
             self.begin_local()
         local = self.local
@@ -301,6 +304,12 @@ class FlatGroup:
         """Wait for the phase of the reduction under way and start its next, if it has one."""
         if self._reducing is not None:
             self._reducing.advance()
+
+    def try_finish_reduce(self) -> bool:
+        """Finish the reduction under way if that takes no waiting; returns whether none is under way now."""
+        if self._reducing is not None and self._reducing.poll():
+            self.finish_reduce()
+        return self._reducing is None
 
     @torch.no_grad()
     def finish_reduce(self) -> None:

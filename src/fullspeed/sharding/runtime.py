@@ -88,6 +88,7 @@ class ShardingRuntime:
         self._order_is_learned = False
         self.gatherer = Gatherer(groups, budget, agreement, lambda: self._num_launched)
         self._in_flight: list[tuple[int, FlatGroup]] = []  # (how many were launched before, group), oldest first
+        self._advanced: list[FlatGroup] = []  # summed, but peers may still be reading
         self._fired = dict.fromkeys((group.index for group in self.trainable), 0)
         self._expected = {  # gradients per pass: one each at first, then as many as in the last pass
             group.index: len(group.params) for group in self.trainable
@@ -311,22 +312,18 @@ class ShardingRuntime:
             number, oldest = self._in_flight[0]
             # In mid-backward, wait only for what every rank has started: another may be waiting for us to gather.
             if self.gatherer.communicates and number >= self.gatherer.num_launched_by_all:
-                return
+                break
             self._in_flight.pop(0)
             in_flight -= oldest.numel
-            self._settle(oldest)
+            oldest.advance_reduce()
+            self._advanced.append(oldest)
             if not self._in_flight:
-                return
-
-    def _settle(self, group: FlatGroup) -> None:
-        """Bound what a reduction in flight holds: finish it where gradients are sharded, else start its last phase."""
-        if group.placement.optim:
-            group.finish_reduce()
-        else:
-            group.advance_reduce()
+                break
+        self._advanced = [waiting for waiting in self._advanced if not waiting.try_finish_reduce()]
 
     def _finish_in_flight(self) -> None:
         self._in_flight.clear()
+        self._advanced.clear()
         for group in self.trainable:
             group.finish_reduce()
 
@@ -392,6 +389,11 @@ class ShardingRuntime:
         """Serve ranks that are still in a forward or backward until all ranks are here. Precedes every collective."""
         self.abandon_pass()
         self.gatherer.drain(Idle.AT_STEP)
+
+    def sync(self) -> None:
+        """Wait until every rank is here: no peer reads this rank's values any more, so they may be written."""
+        self.meet()
+        self._agreement.exchange([0])
 
     def _has_local(self) -> int:
         return int(any(group.has_local for group in self.trainable))
