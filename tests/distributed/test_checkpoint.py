@@ -20,7 +20,7 @@ from torch import nn
 
 from fullspeed.base.errors import CheckpointError, CommError
 from fullspeed.checkpoint import durable
-from fullspeed.comm.barrier import together
+from fullspeed.comm.rendezvous import together
 from fullspeed.engine import checkpointing
 from fullspeed.engine.engine import Engine
 from fullspeed.engine.initialize import initialize

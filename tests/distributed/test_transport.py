@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+
+import pytest
 import torch
 
-from fullspeed.comm import AllReduceTransport, CommRecorder, Transport, get_world_group, make_transport, observing
-from fullspeed.comm.transport import NativeTransport, NullTransport, PairwiseTransport, SharedMemoryTransport
+from fullspeed.base.errors import CommError
+from fullspeed.comm import (
+    Agreement,
+    AllReduceTransport,
+    CommRecorder,
+    Transport,
+    barrier,
+    get_world_group,
+    make_transport,
+    observing,
+)
+from fullspeed.comm.shared_memory import shared_arena
+from fullspeed.comm.shared_transport import SharedMemoryTransport
+from fullspeed.comm.transport import NativeTransport, NullTransport, PairwiseTransport
 from tests.ranks import ranks
 
 NUMEL = 40  # per shard
@@ -102,3 +118,47 @@ def test_many_in_flight_and_every_event_seen(rank: int, world_size: int) -> None
         assert full[-1] == index + 1
     assert recorder.counts() == {"all_gather": 50}
     assert recorder.nbytes() == {"all_gather": 50 * 2 * NUMEL * 4}
+
+
+@ranks(2)
+def test_shared_buffers_are_seen_by_peers_and_used_again(rank: int, world_size: int) -> None:
+    arena = shared_arena(get_world_group())
+    assert shared_arena(get_world_group()) is arena
+    buffer = arena.empty(1000, torch.float32).fill_(rank + 1)
+    offset = arena.offset_of(buffer)
+    assert offset is not None
+    assert arena.offset_of(buffer[10:]) == offset + 40
+    assert arena.offset_of(torch.ones(3)) is None
+    barrier()
+    assert arena.view(1 - rank, offset, 1000, torch.float32).eq(2 - rank).all()
+    barrier()
+    part = buffer[5:]
+    del buffer
+    gc.collect()
+    assert arena.offset_of(arena.empty(1000, torch.float32)) != offset, "a view keeps its buffer"
+    del part
+    gc.collect()
+    assert arena.offset_of(arena.empty(1000, torch.float32)) in (offset, offset + 4096)
+
+
+@ranks(2)
+def test_waiting_for_a_dead_rank_ends_soon(rank: int, world_size: int) -> None:
+    arena = shared_arena(get_world_group())
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    arena.pids[1 - rank] = gone.pid
+    with pytest.raises(CommError, match=rf"rank {1 - rank} .* died"):
+        arena.wait_for(1 - rank, arena.take_flags(1), 1)
+
+
+@ranks(3)
+def test_posts_are_read_late_and_in_order(rank: int, world_size: int) -> None:
+    agreement = Agreement(get_world_group())
+    for turn in range(20):
+        posted = agreement.post([turn, rank])
+        if rank == turn % 3:
+            sum(range(10_000))
+        assert posted.rows() == [[turn, other] for other in range(world_size)]
+        assert posted.poll()
+    assert agreement.exchange(list(range(10)))[2] == list(range(10)), "long vectors take another way"
+    assert agreement.maximum(torch.tensor([rank, -rank])).tolist() == [2, 0]

@@ -18,7 +18,8 @@ from fullspeed.comm.collectives import (
 )
 from fullspeed.comm.init import destroy_process_group, init_distributed, is_initialized
 from fullspeed.comm.observe import CommEvent, CommRecorder, observing
-from fullspeed.comm.transport import AllReduceTransport, Pending, Transport, make_transport
+from fullspeed.comm.shared_transport import make_transport
+from fullspeed.comm.transport import AllReduceTransport, Pending, Transport
 
 __all__ = [
     "Agreement",

@@ -13,7 +13,6 @@ import os
 import platform
 import time
 import weakref
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -23,7 +22,8 @@ from fullspeed.base.layout import round_up
 from fullspeed.comm.collectives import Group, all_gather_object, get_rank
 from fullspeed.comm.init import default_timeout
 
-_FLAG_BYTES = 1 << 20
+# Sparse as well. An engine takes some 400 flags and returns none: enough for 5,000 engines in a process.
+_FLAG_BYTES = 1 << 24
 _PAGE_BYTES = 4096
 _SPINS = 50
 _NAP_S = 5e-5
@@ -149,14 +149,3 @@ def shared_arena(group: Group) -> SharedArena:
     if key not in _arenas:
         _arenas[key] = SharedArena(group)
     return _arenas[key]
-
-
-def sum_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Out = sum of `parts` in their order, in fp32 at least, rounded once. `out` may be one of the parts."""
-    if len(parts) == 2 and out.dtype == parts[0].dtype == torch.float32:
-        torch.add(parts[0], parts[1], out=out)
-        return
-    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
-    for part in parts[1:]:
-        total.add_(part)
-    out.copy_(total)

@@ -27,7 +27,7 @@ from fullspeed.checkpoint.reader import CheckpointReader
 from fullspeed.checkpoint.rng import restore_rng_state, rng_state
 from fullspeed.checkpoint.tensor_file import write_tensors
 from fullspeed.comm import get_rank, get_world_size
-from fullspeed.comm.barrier import rendezvous, together
+from fullspeed.comm.rendezvous import rendezvous, together
 from fullspeed.engine import collect, restore
 from fullspeed.engine.module_state import ModuleState
 

@@ -16,7 +16,7 @@ from fullspeed.base.log import log_dist
 from fullspeed.checkpoint.durable import replace_file
 from fullspeed.checkpoint.tensor_file import tensor_parts
 from fullspeed.comm import Group, get_rank
-from fullspeed.comm.barrier import rendezvous, together
+from fullspeed.comm.rendezvous import rendezvous, together
 from fullspeed.engine import restore
 from fullspeed.engine.collect import is_trainable, named_state
 from fullspeed.sharding import placeholder
