@@ -23,7 +23,7 @@ CPU = {"device": "cpu"}
         ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights"),
         ({"zero_optimization": {"mics_shard_size": 4}}, "zero_optimization.mics_shard_size"),
         ({"zero_optimization": {"zenflow": {}}}, "zero_optimization.zenflow"),
-        ({"zero_optimization": {"leaf_module": {"names": "a"}}}, "zero_optimization.leaf_module"),
+        ({"zero_optimization": {"enable_sanity_checks": True}}, "zero_optimization.enable_sanity_checks"),
         ({"zero_optimization": {"weight_quantization": {}}}, "zero_optimization.weight_quantization"),
         ({"activation_checkpointing": {"profile": True}}, "activation_checkpointing"),
         ({"pipeline": {"stages": 2}}, "pipeline"),
@@ -57,7 +57,7 @@ def test_blocks_that_ask_for_nothing_pass():
     source = {block: {"enabled": False} for block in ENABLED if "." not in block}
     source |= {"pipeline": {"stages": "auto"}, "activation_checkpointing": {"profile": False}}
     source |= {"sequence_parallel_size": 1, "tensor_parallel": {"autotp_size": 0}, "aio": {"queue_depth": 4}}
-    load_config({**source, "zero_optimization": {"stage": 3, "leaf_module": {}, "mics_shard_size": -1}})
+    (({"zero_optimization": {"enable_sanity_checks": True}}, "zero_optimization.enable_sanity_checks"),)
 
 
 def test_remedy_names_the_switch():
