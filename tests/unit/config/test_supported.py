@@ -57,7 +57,7 @@ def test_blocks_that_ask_for_nothing_pass():
     source = {block: {"enabled": False} for block in ENABLED if "." not in block}
     source |= {"pipeline": {"stages": "auto"}, "activation_checkpointing": {"profile": False}}
     source |= {"sequence_parallel_size": 1, "tensor_parallel": {"autotp_size": 0}, "aio": {"queue_depth": 4}}
-    (({"zero_optimization": {"enable_sanity_checks": True}}, "zero_optimization.enable_sanity_checks"),)
+    load_config({**source, "zero_optimization": {"stage": 3, "leaf_module": {}, "mics_shard_size": -1}})
 
 
 def test_remedy_names_the_switch():
