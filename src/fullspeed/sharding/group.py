@@ -266,10 +266,7 @@ class FlatGroup:
     def begin_reduce(self) -> None:
         """Start summing `local` over ranks. Collective: every rank must call it, with gradients or without."""
         self.finish_reduce()
-        if not self.has_local and self.placement.grads:
-            self.local = self.links.reduce.empty(self.numel, self.dtypes.accum, self.device)
-        elif not self.has_local:
-            self.begin_local()
+        self.begin_local()
         local = self.local
         assert local is not None
         for slot, is_fresh in zip(self.layout.slots, self._fresh, strict=True):
@@ -289,9 +286,7 @@ class FlatGroup:
 
     def _reduction_target(self, local: torch.Tensor) -> torch.Tensor:
         """Where the reduced shard lands: in place when nothing was reduced before, else in a tensor to be added."""
-        if self.reduced is not None:
-            return torch.empty(self.layout.shard_numel, dtype=self.dtypes.accum, device=self.device)
-        if not self.placement.grads:
+        if self.reduced is None and not self.placement.grads:
             return local[self._own]
         return torch.empty(self.layout.shard_numel, dtype=self.dtypes.accum, device=self.device)
 

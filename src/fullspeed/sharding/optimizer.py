@@ -187,18 +187,15 @@ class ShardedOptimizer(Optimizer):
 
     def _step_inner(self, touched: dict[nn.Parameter, bool], factor: float) -> None:
         for batch in self._sub_groups():
-            held: list[torch.Tensor] = []  # gradients of this sub-group only: freed before the next is widened
-            for group in {owned.group.index: owned.group for owned in batch}.values():
-                held.append(_step_gradient(group, factor))
-            of_group = dict(zip({owned.group.index: None for owned in batch}, held, strict=True))
+            groups = {owned.group.index: owned.group for owned in batch}
+            # Gradients of this sub-group only: freed before the next is widened.
+            grads = {index: _step_gradient(group, factor) for index, group in groups.items()}
             for owned in batch:
-                if touched[owned.param]:
-                    owned.tensor.grad = _view_like(of_group[owned.group.index], owned)
-                else:
-                    owned.tensor.grad = None
+                owned.tensor.grad = _view_like(grads[owned.group.index], owned) if touched[owned.param] else None
             self.optimizer.step()
             for owned in batch:
                 owned.tensor.grad = None
+            del grads
 
     def _sub_groups(self) -> list[list[OwnedPiece]]:
         """Owned pieces in batches of whole groups, each batch at most `sub_group_numel` elements (or one group).
