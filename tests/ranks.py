@@ -297,9 +297,9 @@ def _load_file(body: _Body) -> ModuleType:
 def _describe(error: BaseException) -> str:
     """Traceback text; a bare `assert` also shows the variables beside it, which pytest would have shown."""
     text = "".join(traceback.format_exception(error))
-    frames = traceback.TracebackException.from_exception(error, capture_locals=True).stack
-    if isinstance(error, AssertionError) and frames and frames[-1].locals:
-        shown = (f"  {name} = {value[:200]}" for name, value in frames[-1].locals.items())
+    if isinstance(error, AssertionError):
+        frames = traceback.TracebackException.from_exception(error, capture_locals=True).stack
+        shown = (f"  {name} = {value[:200]}" for name, value in ((frames and frames[-1].locals) or {}).items())
         text += "where\n" + "\n".join(shown)
     return text
 

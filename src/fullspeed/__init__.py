@@ -54,7 +54,12 @@ __all__ = [
 ]
 
 
+_MODULES = ("checkpointing", "zero")  # public modules, imported on first use as well
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"fullspeed.{name}")
     if name in _PUBLIC:
         return getattr(importlib.import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module 'fullspeed' has no attribute {name!r}")

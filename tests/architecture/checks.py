@@ -17,7 +17,7 @@ LAYERS = (
     {"engine", "inference"},
     {"hybrid", "planning", "science"},
     {"compat"},
-    {"fullspeed"},  # the facade, src/fullspeed/__init__.py
+    {"fullspeed", "zero", "checkpointing"},  # the facades: src/fullspeed/__init__.py, zero.py, checkpointing.py
     {"cli"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -12,14 +12,18 @@ from typing import NamedTuple
 
 import pytest
 
+from fullspeed.cli.main import main
+from fullspeed.launcher.launch import find_free_port
 from tests.ranks import run_ranks
 
+SRC = pathlib.Path(__file__).parents[2] / "src"
 TELL = """
 import json, os, pathlib, sys
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR")
-names += ("OMP_NUM_THREADS",)
+names += ("OMP_NUM_THREADS", "FROM_FILE", "NCCL_FAMILY")
 said = {"argv": sys.argv[1:], **{name: os.environ.get(name) for name in names}}
 pathlib.Path(f"said{os.environ['RANK']}.json").write_text(json.dumps(said))
+sys.exit(7 if os.environ["RANK"] == sys.argv[-1] else 0)
 """
 TRICKY = [
     "--k=a b",
@@ -37,6 +41,21 @@ TRICKY = [
 ]
 
 
+# Starts the command as sshd does: one text for the user's shell, which begins at home.
+FAKE_SSH = """#!/bin/bash
+for word; do remote=$word; done
+cd / && exec bash -c "$remote"
+"""
+# Starts the command on every host, puts the host's name for %h and a percent sign for two, and returns the largest code.
+FAKE_PDSH = """#!/usr/bin/env python3
+import subprocess, sys
+hosts, remote = sys.argv[-2].split(","), sys.argv[-1]
+lines = [remote.replace("%%", "\\0").replace("%h", host.split("@")[-1]).replace("\\0", "%") for host in hosts]
+running = [subprocess.Popen(["bash", "-c", line], cwd="/", stdin=subprocess.PIPE) for line in lines]
+sys.exit(max(process.wait() for process in running))
+"""
+
+
 class Ended(NamedTuple):
     """A finished launcher."""
 
@@ -50,6 +69,7 @@ def _launch(rank, world_size, words, folder):
     from fullspeed.cli.main import main
 
     os.chdir(folder)
+    os.environ.update(PATH=f"{folder}:{os.environ['PATH']}", PYTHONPATH=str(SRC), NCCL_FAMILY="it's passed on")
     del os.environ["OMP_NUM_THREADS"]
     for descriptor, name in ((1, "out.txt"), (2, "err.txt")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
@@ -170,3 +190,60 @@ def test_logs_and_pid_file(fullspeed, tmp_path):
     assert [re.fullmatch(r"\d{14}_rank(\d)\.log", path.name)[1] for path in names] == ["0", "1"]
     assert [path.read_text() for path in names] == ["hello from 0\n", "hello from 1\n"]
     assert not pathlib.Path((tmp_path / "pid_file").read_text()).exists()
+
+
+@pytest.mark.parametrize(("num_hosts", "launcher"), [(1, "ssh"), (2, "ssh"), (2, "pdsh")])
+def test_one_and_several_hosts_pass_on_the_same_words_variables_and_codes(fullspeed, tmp_path, num_hosts, launcher):
+    for name, text in (("ssh", FAKE_SSH), ("pdsh", FAKE_PDSH)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "tell.py").write_text(TELL)
+    (tmp_path / ".deepspeed_env").write_text('FROM_FILE=it\'s "A" = $HOME 100%\n')
+    hosts = ["localhost"] if num_hosts == 1 else ["host1", "me@host2"]
+    (tmp_path / "hosts").write_text("".join(f"{host} slots={2 // num_hosts}\n" for host in hosts))
+    flags = ["-H", "hosts", "--launcher", launcher, "--master_addr", "127.0.0.1"]
+    flags += ["--master_port", str(find_free_port("127.0.0.1"))]
+    ended = fullspeed(*flags, "tell.py", *TRICKY, "1")
+    assert ended.code == 7, ended.err
+    assert ended.err.count("failed first") == 1
+    assert re.search(r"rank 1( on me@host2)? failed first \(exit code 7\)$", ended.err.rstrip())
+    heard = said(tmp_path)
+    local_ranks = ["0", "1"] if num_hosts == 1 else ["0", "0"]
+    assert [one["LOCAL_RANK"] for one in heard] == local_ranks
+    for one in heard:
+        assert one["argv"] == [f"--local_rank={one['LOCAL_RANK']}", *TRICKY, "1"]
+        assert (one["FROM_FILE"], one["NCCL_FAMILY"]) == ('it\'s "A" = $HOME 100%', "it's passed on")
+        assert (one["WORLD_SIZE"], one["CROSS_SIZE"]) == ("2", str(num_hosts))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["-H", "missing"], "no hostfile 'missing'; write one"),
+        (["-H", "bad"], "line 1 of hostfile bad is 'host1 slots'"),
+        (["--num_nodes", "2"], "no hostfile names the hosts"),
+        (["--num_nodes", "2", "--node_rank", "2"], "--num_nodes 2 makes it 0..1"),
+        (["--num_nodes", "2", "--node_rank", "1"], "needs --master_addr"),
+        (["-H", "loop"], "the first host is localhost"),
+        (["-H", "good", "-i", "host1:2"], "slots are indices 0..1"),
+    ],
+)
+def test_faults_of_several_hosts_are_named_with_the_fix(tmp_path, monkeypatch, capsys, flags, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad").write_text("host1 slots\n")
+    (tmp_path / "good").write_text("host1 slots=2\nhost2 slots=2\n")
+    (tmp_path / "loop").write_text("localhost slots=2\nhost2 slots=2\n")
+    (tmp_path / "t.py").write_text("")
+    assert main([*flags, "t.py"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_ranks_are_bound_to_cores_of_their_own(fullspeed, tmp_path):
+    (tmp_path / "cores.py").write_text(
+        "import json, os, pathlib\n"
+        "told = [sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS']]\n"
+        "pathlib.Path('said' + os.environ['RANK'] + '.json').write_text(json.dumps(told))\n"
+    )
+    core = min(os.sched_getaffinity(0))
+    assert fullspeed("--bind_core_list", str(core), "cores.py").code == 0
+    assert said(tmp_path) == [[[core], "1"]]

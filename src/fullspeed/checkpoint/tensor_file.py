@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import pathlib
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +24,7 @@ _NAMES = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
 }  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _HEADER_ALIGNMENT = 8
 
 
@@ -64,3 +68,54 @@ def tensor_parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memory
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
+
+
+class TensorEntry(NamedTuple):
+    """Where one tensor lies in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int  # bytes from the beginning of the file
+
+
+class TensorFile:
+    """A safetensors file, open for reading any stretch of any tensor.
+
+    Raises:
+        CheckpointError: the file is cut short, its header damaged, or a dtype unknown.
+    """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+        self._file = path.open("rb")
+        size = os.fstat(self._file.fileno()).st_size
+        length = int.from_bytes(self._file.read(8), "little")
+        if not 0 < length <= size - 8:
+            raise CheckpointError(f"{path} is no safetensors file, or is cut short: {size} bytes")
+        try:
+            header = json.loads(self._file.read(length))
+            self.entries = {name: _entry(8 + length, row) for name, row in header.items() if name != "__metadata__"}
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"the header of {path} is damaged: {error!r}") from error
+        for name, entry in self.entries.items():
+            if entry.offset + math.prod(entry.shape) * entry.dtype.itemsize > size:
+                raise CheckpointError(f"{path} is cut short: {size} bytes end before {name} does")
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a flattened tensor, 1-D, on the CPU."""
+        entry = self.entries[name]
+        out = torch.empty(stop - start, dtype=entry.dtype)
+        into, done = out.view(torch.uint8).numpy().data, 0
+        while done < len(into):
+            count = os.preadv(self._file.fileno(), [into[done:]], entry.offset + start * entry.dtype.itemsize + done)
+            if not count:
+                raise CheckpointError(f"{self.path} became shorter while {name} was read from it")
+            done += count
+        return out
+
+
+def _entry(data_begin: int, row: Mapping[str, object]) -> TensorEntry:
+    shape, offsets = row["shape"], row["data_offsets"]
+    assert isinstance(shape, list)
+    assert isinstance(offsets, list)
+    return TensorEntry(_DTYPES[str(row["dtype"])], tuple(shape), data_begin + int(offsets[0]))

@@ -14,11 +14,21 @@ from fullspeed.launcher.options import parse
 
 HELP = """\
 usage: fullspeed [run] [flags] script.py [words for the script]
-       fullspeed report
+       fullspeed elastic -c ds_config.json [-w devices]
+       fullspeed recipe kubernetes|azureml --image IMAGE [flags] script.py [words]
+       fullspeed report [--json]
+       fullspeed config check ds_config.json [--ranks N] [--params P]
+       fullspeed plot RUN [-o curves.png]
+       fullspeed bench comm [--ranks N] [flags]
 
 commands:
-  run      start a script in several ranks on this host (the default); `fullspeed run --help` lists its flags
-  report   print versions, device, backends and cores
+  run      start a script in several ranks (the default); `fullspeed run --help` lists its flags
+  elastic  print the numbers of devices that an elastic configuration can run on
+  recipe   print a job description for a platform that starts the nodes itself
+  report   print versions, device, kernels, backends and cores
+  config   print what a configuration asks for, what of it does nothing, and the memory it needs
+  plot     draw the curves that json_monitor or csv_monitor wrote
+  bench    measure collectives over sizes, beside the backend's own
 
 options:
   -h, --help   show this text
@@ -47,29 +57,86 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(words: Sequence[str]) -> int:
     """Start a script; returns its exit code, after showing the first cause when it failed."""
     options = parse(words)
-    from fullspeed.launcher.local import launch
+    from fullspeed.launcher.launch import launch
 
-    outcome = launch(options)
-    if outcome.cause:
+    exit_code, cause = launch(options)
+    if cause:
+        print(f"\nfullspeed: {cause}", file=sys.stderr)
+    return exit_code
+
+
+def node(words: Sequence[str]) -> int:
+    """Run one node's ranks of a job that another host started: the order, and which node this is."""
+    from fullspeed.launcher.node import end_with_input, run_node
+    from fullspeed.launcher.order import NodeOrder
+
+    order = NodeOrder.from_word(words[0])
+    if order.ends_with_stdin:
+        end_with_input()
+    index = order.find_node(words[1])
+    outcome = run_node(order, index)
+    if outcome.cause and (index == 0 or not outcome.is_known_to_first):
         print(f"\nfullspeed: {outcome.cause}", file=sys.stderr)
     return outcome.exit_code
 
 
 def report(words: Sequence[str]) -> int:
     """Print what FullSpeed finds on this machine."""
-    if words:
-        print(f"fullspeed: error: report takes no words, but got {' '.join(words)!r}", file=sys.stderr)
-        return USAGE_EXIT_CODE
-    from fullspeed.cli.report import collect
+    from fullspeed.cli.report import describe
 
-    rows = collect()
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        print(f"{name:<{width}}  {value}")
+    print("\n".join(describe(words)))
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"run": run, "report": report}
+def config(words: Sequence[str]) -> int:
+    """Print what a configuration asks for, or its faults."""
+    from fullspeed.cli.config_check import describe
+
+    print("\n".join(describe(words)))
+    return 0
+
+
+def plot(words: Sequence[str]) -> int:
+    """Draw the curves of a run."""
+    from fullspeed.cli.plot import describe
+
+    print("\n".join(describe(words)))
+    return 0
+
+
+def bench(words: Sequence[str]) -> int:
+    """Measure collectives."""
+    from fullspeed.cli.bench_comm import run
+
+    return run(words)
+
+
+def elastic(words: Sequence[str]) -> int:
+    """Print the sizes of an elastic job."""
+    from fullspeed.cli.elastic import describe
+
+    print("\n".join(describe(words)))
+    return 0
+
+
+def recipe(words: Sequence[str]) -> int:
+    """Print a job description."""
+    from fullspeed.cli.recipe import write
+
+    print(write(words), end="")
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "run": run,
+    "node": node,
+    "elastic": elastic,
+    "recipe": recipe,
+    "report": report,
+    "config": config,
+    "plot": plot,
+    "bench": bench,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,9 +1,13 @@
-"""What `fullspeed report` says about a machine: versions, device, backends, cores, memory."""
+"""What `fullspeed report` says about a machine: versions, device, kernels, backends, cores, memory."""
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
+import json
 import os
 import platform
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -11,8 +15,26 @@ import torch
 from fullspeed import __version__
 from fullspeed.accelerator import Accelerator, get_accelerator
 from fullspeed.comm.backends import available_backends
+from fullspeed.kernels import quantize, registry
 
-PACKAGES = ("torch", "pydantic", "numpy", "safetensors", "transformers", "accelerate", "triton")
+PACKAGES = (
+    "torch", "pydantic", "numpy", "safetensors", "transformers", "accelerate", "triton", "tensorboard", "wandb",
+    "comet-ml", "matplotlib",
+)  # fmt: skip
+OPERATIONS = (quantize,)
+"""Modules that define kernels: they have to be imported for the registry to know them."""
+
+
+def describe(words: Sequence[str]) -> list[str]:
+    """Lines of the report; one line of JSON with `--json`."""
+    parser = argparse.ArgumentParser(prog="fullspeed report", description="What FullSpeed finds on this machine.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    given = parser.parse_args(list(words))
+    rows = collect()
+    if given.json:
+        return [json.dumps(dict(rows))]
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:<{width}}  {value}" for name, value in rows]
 
 
 def collect() -> list[tuple[str, str]]:
@@ -21,6 +43,7 @@ def collect() -> list[tuple[str, str]]:
     rows = [("python", platform.python_version()), ("platform", platform.platform())]
     rows += [("fullspeed", __version__), *((name, _version(name)) for name in PACKAGES)]
     rows += [
+        ("deepspeed module", _deepspeed_module()),
         ("accelerator", f"{accelerator.device_name()}, {accelerator.device_count()} here"),
         ("memory", f"{accelerator.available_memory() / 2**30:.1f} of {_total_gib(accelerator)} GiB free"),
         ("fast matmul", ", ".join(_fast_dtypes(accelerator))),
@@ -28,6 +51,8 @@ def collect() -> list[tuple[str, str]]:
         ("backends", ", ".join(available_backends())),
         ("cores", f"{os.cpu_count()}, torch uses {torch.get_num_threads()}"),
     ]
+    choices = registry.choices(torch.device(accelerator.device_name()))
+    rows += [(f"kernel {choice.op}", f"{choice.implementation} ({choice.reason})") for choice in choices]
     return rows
 
 
@@ -36,6 +61,12 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+def _deepspeed_module() -> str:
+    """What `import deepspeed` would find: scripts and integrations written for DeepSpeed ask for that name."""
+    found = importlib.util.find_spec("deepspeed")
+    return "none" if found is None else f"{found.origin or 'a namespace'}, version {_version('deepspeed')}"
 
 
 def _total_gib(accelerator: Accelerator) -> str:

@@ -13,11 +13,9 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from fullspeed.comm.collectives import Group, get_global_rank, get_rank, get_world_size
+from fullspeed.comm.collectives import Group, get_global_rank, get_rank, get_world_size, subgroup
 from fullspeed.comm.observe import emit
 from fullspeed.comm.shared_memory import SharedArena, can_share, shared_arena
-
-_control_groups: dict[tuple[int, ...], Group] = {}
 
 # Vectors up to this length go through shared memory; longer ones are rare and take the gloo group.
 _SHARED_LENGTH = 4
@@ -39,10 +37,11 @@ class Agreement:
     def __init__(self, group: Group) -> None:
         self._rank, self._world_size = get_rank(group), get_world_size(group)
         self._ranks = [get_global_rank(group, rank) for rank in range(self._world_size)]
-        self._control = _control_group(self._ranks) if self._world_size > 1 else None
+        self._control = subgroup(self._ranks, "gloo") if self._world_size > 1 else None
         self._board: _SharedBoard | None = None
         if self._world_size > 1 and can_share(group, torch.device("cpu")):
             self._board = _SharedBoard(shared_arena(group), self._world_size)
+        self._bell = _Bell(self._ranks)
 
     def post(self, values: list[int]) -> Posted:
         """Say `values` without waiting for the others. All ranks post vectors of the same length.
@@ -54,7 +53,22 @@ class Agreement:
         emit("agree", len(values) * self._world_size, 8, "torch.int64", self._world_size)
         if self._board is not None and len(values) <= _SHARED_LENGTH:
             return self._board.post(values)
+        self._bell.answered()
         return _Broadcasts(values, self._rank, self._ranks, self._control)
+
+    def announce(self) -> None:
+        """Say that a post of this rank is coming, to ranks that look for it with `is_called` and do not wait."""
+        if self._control is not None and self._board is None:
+            self._bell.ring()
+
+    def is_called(self, above: int) -> bool:
+        """Whether a rank waits for this one's next post, having announced its own or posted a first value over `above`.
+
+        Any thread may ask.
+        """
+        if self._control is None:
+            return False
+        return self._board.is_called(above) if self._board is not None else self._bell.is_rung()
 
     def exchange(self, values: list[int]) -> list[list[int]]:
         """Every rank's `values`, in rank order."""
@@ -104,6 +118,30 @@ class _Broadcasts(Posted):
         return table
 
 
+class _Bell:
+    """How a rank without shared memory learns that another one is about to post: a key in the ranks' store."""
+
+    _count = itertools.count()
+
+    def __init__(self, ranks: list[int]) -> None:
+        # Every rank makes its agreements in the same order, so the numbers agree without a message.
+        self._name = f"fullspeed/bell/{','.join(map(str, ranks))}/{next(self._count)}"
+        self._next = 0
+
+    def answered(self) -> None:
+        self._next += 1
+
+    def ring(self) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{self._name}/{self._next}", "")
+        if self._next:
+            store.delete_key(f"{self._name}/{self._next - 1}")
+
+    def is_rung(self) -> bool:
+        store = dist.distributed_c10d._get_default_store()
+        return bool(store.check([f"{self._name}/{self._next}"]))
+
+
 class _SharedBoard:
     """A place in every rank's shared memory for two posts: one being read, one being written.
 
@@ -116,10 +154,15 @@ class _SharedBoard:
     def __init__(self, arena: SharedArena, world_size: int) -> None:
         self._arena, self._world_size = arena, world_size
         self._first_flag = arena.take_flags(self._PLACES * self._FIELDS)
-        self._numbers = itertools.count()
+        self._next = 0
+
+    def is_called(self, above: int) -> bool:
+        number = self._next
+        first = self._first_flag + number % self._PLACES * self._FIELDS
+        return any(flags[first] > number and flags[first + 2] > above for flags in self._arena.flags)
 
     def post(self, values: list[int]) -> Posted:
-        number = next(self._numbers)
+        number, self._next = self._next, self._next + 1
         first = self._first_flag + number % self._PLACES * self._FIELDS
         own = self._arena.flags[self._arena.rank]
         own[first + 1] = len(values)
@@ -145,18 +188,3 @@ class _OnBoard(Posted):
             row: list[int] = flags[begin : begin + int(flags[self._first + 1])].tolist()
             found.append(row)
         return found
-
-
-def _control_group(ranks: list[int]) -> Group:
-    """One gloo group per set of ranks, shared by every agreement over it: making one costs up to 0.2 s."""
-    key = tuple(ranks)
-    made = _control_groups.get(key)
-    if made is None or not _is_alive(made):
-        made = dist.new_group(ranks, backend="gloo", use_local_synchronization=len(ranks) < dist.get_world_size())
-        _control_groups[key] = made
-    return made
-
-
-def _is_alive(group: Group) -> bool:
-    """Whether the group belongs to the process group now initialised (tests tear down and begin again)."""
-    return group in dist.distributed_c10d._world.pg_map

@@ -1,17 +1,53 @@
-"""Starts the ranks of one host on torchrun's elastic agent, which ends all of them when one fails."""
+"""Starts one node's ranks on torchrun's elastic agent, which ends all of them when one fails, or starts them anew."""
 
 from __future__ import annotations
 
+import ipaddress
 import logging
-from collections.abc import Sequence
-from typing import NamedTuple
-from uuid import uuid4
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
 
+import psutil
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from fullspeed.base.errors import CommError
 
 _AGENT_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_EXIT_BARRIER_S = 1.0  # agents wait for each other in `NodeWatch`, where they hear of failures meanwhile
+_ELASTIC_EXIT_BARRIER_S = 300.0  # there is no such watch over an elastic job
+_JOIN_S = 300  # how long an elastic job's node tries to reach the first
+_MISSED_BEATS = 3
+_AGENTS_START_S = 120  # agents have met before they open their store, so all open it within this time
+
+
+class Elasticity(NamedTuple):
+    """How an elastic job deals with nodes that come and go."""
+
+    min_nodes: int
+    max_restarts: int  # after failures; a changed number of nodes costs none
+    last_call_s: int  # once `min_nodes` are there, how long to wait for more
+    silence_s: float  # a node that gives no sign of life for so long is lost
+
+
+class Meeting(NamedTuple):
+    """Where the agents of a job meet, one per node."""
+
+    address: str
+    port: int
+    run_id: str  # the same on all nodes, another for each job
+    node: int  # this node's index; node 0 keeps the meeting. An elastic job numbers its ranks without it
+    num_nodes: int  # at most, for an elastic job
+    elastic: Elasticity | None = None
 
 
 class RankExit(NamedTuple):
@@ -22,7 +58,7 @@ class RankExit(NamedTuple):
 
 
 class RanksFailedError(Exception):
-    """Some ranks ended badly; the agent has ended the others."""
+    """Some ranks ended badly, or another node did; the agent has ended the others of this node."""
 
     def __init__(self, exits: Sequence[RankExit]) -> None:
         self.exits = tuple(exits)
@@ -37,44 +73,144 @@ class RanksInterruptedError(Exception):
         super().__init__(f"stopped by signal {signal_number}")
 
 
+class _Agent(LocalElasticAgent):
+    """torchrun's agent that also ends its ranks, as failed, as soon as `is_stopped` says so."""
+
+    def __init__(self, spec: WorkerSpec, log_dir: str, exit_barrier_s: float, is_stopped: Callable[[], bool]) -> None:
+        super().__init__(spec, DefaultLogsSpecs(log_dir=log_dir), exit_barrier_timeout=exit_barrier_s)
+        self._is_stopped = is_stopped
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._is_stopped():
+            return RunResult(state=WorkerState.FAILED)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+
 def run_ranks(
-    command: Sequence[str], num_ranks: int, master_addr: str, master_port: int, log_dir: str, log_level: int
+    command: Sequence[str],
+    num_ranks: int,
+    meeting: Meeting,
+    log_dir: str,
+    log_level: int,
+    is_stopped: Callable[[], bool],
 ) -> None:
-    """Run `command` once per rank on this host and wait for all.
+    """Run `command` once per rank on this node and wait for all.
 
     Every rank gets torchrun's environment variables and the rest of this process's environment.
 
     Args:
         command: program and arguments, passed on exactly as they are, without a shell.
-        num_ranks: number of processes, and the world size.
-        master_addr: address of this host under which ranks find each other.
-        master_port: free port the agent listens on.
+        num_ranks: processes on this node.
+        meeting: where this agent finds those of the other nodes.
         log_dir: folder for the agent's own files.
         log_level: least level of the agent's messages that is shown.
+        is_stopped: asked several times a second; True ends the ranks.
 
     Raises:
-        RanksFailedError: a rank ended with another code than 0.
+        RanksFailedError: a rank ended with another code than 0, or `is_stopped` said so.
         RanksInterruptedError: this process received SIGINT, SIGTERM, SIGHUP or SIGQUIT.
+        CommError: the agents did not find each other.
     """
     for name in _AGENT_LOGGERS:
         logging.getLogger(name).setLevel(log_level)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=uuid4().hex,
-        rdzv_backend="static",
-        rdzv_endpoint=f"{master_addr}:{master_port}",
-        rdzv_configs={"rank": 0},
-        local_addr=master_addr,
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=log_dir),
-    )
+    for number in _ENDING_SIGNALS:  # until the agent's own handlers stand, which do the same
+        signal.signal(number, _interrupt)
     # The agent substitutes ${local_rank} and $$ in arguments; doubled dollars come out as they went in.
     program, *args = (word.replace("$", "$$") for word in command)
     try:
-        elastic_launch(config, program)(*args)
-    except ChildFailedError as error:
-        raise RanksFailedError([RankExit(rank, fail.exitcode) for rank, fail in error.failures.items()]) from None
+        handler = _rendezvous(meeting)
+        spec = WorkerSpec(
+            role="default",
+            local_world_size=num_ranks,
+            rdzv_handler=handler,
+            entrypoint=program,
+            args=tuple(args),
+            max_restarts=meeting.elastic.max_restarts if meeting.elastic else 0,
+            **_master(meeting),
+        )
+        exit_barrier_s = _ELASTIC_EXIT_BARRIER_S if meeting.elastic else _EXIT_BARRIER_S
+        result = _run_agent(_Agent(spec, log_dir, exit_barrier_s, is_stopped), handler)
     except SignalException as error:
         raise RanksInterruptedError(int(error.sigval)) from None
+    except (DistError, RendezvousError) as error:
+        raise CommError(
+            f"the nodes of this job lost each other at {meeting.address}:{meeting.port}: {error}"
+        ) from error
+    if result.is_failed():
+        raise RanksFailedError([RankExit(rank, fail.exitcode) for rank, fail in result.failures.items()])
+
+
+def own_address(peer: str, port: int) -> str:
+    """The address of this host that `peer` sees. Raises CommError when `peer` is not known here."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(peer, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise CommError(f"there is no way from this host to {peer!r}: {error}; check --master_addr") from error
+
+
+def interface_towards(peer: str, port: int) -> str | None:
+    """The network interface through which this host reaches `peer`; None when that is unknown or this host itself."""
+    try:
+        address = ipaddress.ip_address(own_address(peer, port))
+    except CommError:
+        return None
+    if address.is_loopback:
+        return None
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, owned in interfaces if any(one.address == str(address) for one in owned)), None)
+
+
+def _rendezvous(meeting: Meeting) -> RendezvousHandler:
+    """How agents find each other: by their index, or for an elastic job whoever comes."""
+    elastic = meeting.elastic
+    if elastic is not None:
+        beat_s = max(1, round(elastic.silence_s / _MISSED_BEATS))
+        extra = {
+            "is_host": meeting.node == 0,
+            "read_timeout": _JOIN_S,
+            "last_call_timeout": elastic.last_call_s,
+            "keep_alive_interval": beat_s,
+            "keep_alive_max_attempt": _MISSED_BEATS,
+        }
+    else:
+        extra = {"rank": meeting.node, "timeout": _AGENTS_START_S}
+    parameters = RendezvousParameters(
+        backend="c10d" if elastic else "static",
+        endpoint=f"{meeting.address}:{meeting.port}",
+        run_id=meeting.run_id,
+        min_nodes=elastic.min_nodes if elastic else meeting.num_nodes,
+        max_nodes=meeting.num_nodes,
+        local_addr=own_address(meeting.address, meeting.port),
+        **extra,
+    )
+    return get_rendezvous_handler(parameters)
+
+
+def _master(meeting: Meeting) -> dict[str, Any]:
+    """Where ranks meet: at the agents' store, or wherever the agents agree to after each change of nodes."""
+    if meeting.elastic:
+        return {"local_addr": own_address(meeting.address, meeting.port)}
+    return {"master_addr": meeting.address, "master_port": meeting.port}
+
+
+def _run_agent(agent: _Agent, handler: RendezvousHandler) -> RunResult:
+    """The ranks' outcome. An agent that is told to stop leaves the meeting open, so that the others can go on."""
+    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", ",".join(one.name for one in _ENDING_SIGNALS))
+    is_interrupted = False
+    try:
+        result: RunResult = agent.run()
+        return result
+    except SignalException:
+        is_interrupted = True
+        raise
+    finally:
+        if not is_interrupted:
+            handler.shutdown()
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise SignalException(f"stopped by signal {number}", signal.Signals(number))

@@ -13,6 +13,7 @@ from fullspeed.base import env
 from fullspeed.base.errors import CommError, UsageError
 from fullspeed.base.log import log_dist
 from fullspeed.comm.discovery import discover
+from fullspeed.comm.traffic import configure
 
 DEFAULT_TIMEOUT_MIN = 10
 
@@ -56,7 +57,7 @@ def init_distributed(
         timeout: limit for one collective; DEEPSPEED_TIMEOUT minutes, or 10 minutes, by default.
         init_method: a torch.distributed URL such as "file:///tmp/store"; then `rank` and `world_size` are required.
         dist_init_required: False means "must already be initialised".
-        config: accepted for compatibility; the communication logger is configured by the engine.
+        config: a configuration whose `comms_logger` section counts from now on.
         rank: this process's global rank, with `world_size`.
         world_size: number of processes, with `rank`.
 
@@ -64,7 +65,8 @@ def init_distributed(
         UsageError: identity variables are partly set, or `dist_init_required=False` without a process group.
         CommError: the peers could not be reached.
     """
-    del config
+    if config is not None:
+        configure(config)
     if is_initialized():
         return
     if dist_init_required is False:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 
@@ -16,28 +17,56 @@ class CommEvent(NamedTuple):
     nbytes: int  # bytes of the whole message in its wire dtype
     dtype: str
     world_size: int
+    ranks: tuple[int, ...] = ()  # global ranks that take part, where the caller says
 
 
-Observer = Callable[[CommEvent], None]
+Finish = Callable[[], None]
+Observer = Callable[[CommEvent], Finish | None]  # may return what to call when the collective is complete
 _observers: list[Observer] = []
 
 
-def emit(op: str, numel: int, itemsize: int, dtype: str, world_size: int) -> None:
-    """Tell every observer of one collective. Costs one truth test when nobody listens."""
-    if _observers:
-        event = CommEvent(op, numel, numel * itemsize, dtype, world_size)
-        for observer in _observers:
-            observer(event)
+def emit(op: str, numel: int, itemsize: int, dtype: str, world_size: int, ranks: tuple[int, ...] = ()) -> Finish | None:
+    """Tell every observer that a collective starts. Costs one truth test when nobody listens.
+
+    Returns what to call when it is complete, or None when nobody wants to know.
+    """
+    if not _observers:
+        return None
+    event = CommEvent(op, numel, numel * itemsize, dtype, world_size, ranks)
+    finishes = [finish for observer in _observers if (finish := observer(event)) is not None]
+    return partial(_call_all, finishes) if finishes else None
+
+
+def finished(finish: Finish | None) -> None:
+    """Tell whoever wanted to know, given what `emit` returned."""
+    if finish is not None:
+        finish()
+
+
+def _call_all(finishes: list[Finish]) -> None:
+    for finish in finishes:
+        finish()
+
+
+def add_observer(observer: Observer) -> None:
+    """Have `observer` called with every collective this process starts from now on."""
+    _observers.append(observer)
+
+
+def remove_observer(observer: Observer) -> None:
+    """Undo `add_observer`; no-op for one that is not there."""
+    if observer in _observers:
+        _observers.remove(observer)
 
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
     """Have `observer` called with every collective this process starts inside the block."""
-    _observers.append(observer)
+    add_observer(observer)
     try:
         yield
     finally:
-        _observers.remove(observer)
+        remove_observer(observer)
 
 
 class CommRecorder:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from typing_extensions import override
 
-from fullspeed.comm.collectives import Group, get_rank, get_world_size
+from fullspeed.comm.collectives import Group, get_rank, get_world_size, global_ranks
 from fullspeed.comm.shared_memory import SharedArena, can_share, shared_arena
 from fullspeed.comm.transport import (
     Chained,
@@ -19,6 +19,7 @@ from fullspeed.comm.transport import (
     Pending,
     Transport,
     emit_whole,
+    observed,
     sum_in_order,
 )
 
@@ -39,7 +40,7 @@ class SharedMemoryTransport(Transport):
 
     def __init__(self, group: Group, arena: SharedArena) -> None:
         self._arena = arena
-        self._rank, self._world_size = get_rank(group), get_world_size(group)
+        self._rank, self._world_size, self._ranks = get_rank(group), get_world_size(group), global_ranks(group)
         self._peers = [(self._rank + hop) % self._world_size for hop in range(1, self._world_size)]
         self._first_flag = arena.take_flags(self._RING * self._FIELDS)
         self._transfers = itertools.count()
@@ -50,29 +51,44 @@ class SharedMemoryTransport(Transport):
 
     @override
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
-        emit_whole("all_gather", full, self._world_size)
+        finish = emit_whole("all_gather", full, self._ranks)
         slices = full.view(self._world_size, -1)
         own = slices[self._rank]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        return self._gather(slices, shard)
+        return observed(self._gather(slices, shard), finish)
 
     @override
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
-        emit_whole("reduce_scatter", full, self._world_size)
-        return self._sum_to_owner(full, out)
+        finish = emit_whole("reduce_scatter", full, self._ranks)
+        return observed(self._sum_to_owner(full, out), finish)
 
     @override
     def all_reduce(self, full: torch.Tensor) -> Pending:
         """Sum every slice at its owner, then copy the sums round."""
-        emit_whole("all_reduce", full, self._world_size)
+        finish = emit_whole("all_reduce", full, self._ranks)
         slices = full.view(self._world_size, -1)
         own = slices[self._rank]
         # Drawn now, so that numbers follow the order of calls, not of waits.
         numbers = next(self._transfers), next(self._transfers)
-        return Chained(
+        both = Chained(
             self._sum_to_owner(full, own, numbers[0]), lambda: self._gather(slices, own, numbers[1], is_released=True)
         )
+        return observed(both, finish)
+
+    @override
+    def all_to_all(self, send: torch.Tensor, receive: torch.Tensor) -> Pending:
+        finish = emit_whole("all_to_all", send, self._ranks)
+        slices = receive.view(self._world_size, -1)
+        number, staged = self._publish(send)
+        begin, numel = self._rank * slices.shape[1], slices.shape[1]
+
+        def read() -> None:
+            for rank in range(self._world_size):
+                slices[rank].copy_(self._published(rank, number, send.numel(), send.dtype)[begin : begin + numel])
+            self._raise(number, 2)
+
+        return observed(self._reading(number, read, staged), finish)
 
     def _gather(
         self, slices: torch.Tensor, shard: torch.Tensor, number: int | None = None, *, is_released: bool = False
@@ -86,7 +102,7 @@ class SharedMemoryTransport(Transport):
 
         # A shard that lies in shared memory is stable; a staged copy, or a slice the caller will overwrite, is not.
         is_released = is_released or staged is not shard
-        return _Reading(read, self._release_of(number) if is_released else None, staged)
+        return self._reading(number, read, staged, is_released=is_released)
 
     def _sum_to_owner(self, full: torch.Tensor, out: torch.Tensor, number: int | None = None) -> Pending:
         number, staged = self._publish(full, number)
@@ -103,7 +119,7 @@ class SharedMemoryTransport(Transport):
             sum_in_order(parts, out)
             self._raise(number, 2)
 
-        return _Reading(add, self._release_of(number), staged)
+        return self._reading(number, add, staged)
 
     def _flag(self, number: int, field: int) -> int:
         return self._first_flag + (number % self._RING) * self._FIELDS + field
@@ -111,7 +127,7 @@ class SharedMemoryTransport(Transport):
     def _raise(self, number: int, field: int) -> None:
         self._arena.flags[self._rank][self._flag(number, field)] = number + 1
 
-    def _publish(self, buffer: torch.Tensor, number: int | None) -> tuple[int, torch.Tensor]:
+    def _publish(self, buffer: torch.Tensor, number: int | None = None) -> tuple[int, torch.Tensor]:
         """Tell the peers where `buffer` lies. Returns the transfer's number and the buffer they will read."""
         number = next(self._transfers) if number is None else number
         offset = self._arena.offset_of(buffer)
@@ -131,11 +147,14 @@ class SharedMemoryTransport(Transport):
         offset = int(self._arena.flags[peer][self._flag(number, 1)])
         return self._arena.view(peer, offset, numel, dtype)
 
-    def _release_of(self, number: int) -> tuple[Callable[[], None], Callable[[], bool]]:
-        return partial(self._wait_consumed, number), partial(self._is_consumed, number)
+    def _reading(
+        self, number: int, read: Callable[[], None], staged: torch.Tensor, *, is_released: bool = True
+    ) -> _Reading:
+        release = (partial(self._wait_consumed, number), partial(self._have_raised, number, 2)) if is_released else None
+        return _Reading(read, partial(self._have_raised, number, 0), release, staged)
 
-    def _is_consumed(self, number: int) -> bool:
-        flag = self._flag(number, 2)
+    def _have_raised(self, number: int, field: int) -> bool:
+        flag = self._flag(number, field)
         return all(self._arena.flags[peer][flag] > number for peer in self._peers)
 
     def _wait_consumed(self, number: int) -> None:
@@ -149,21 +168,26 @@ class _Reading(Pending):
     def __init__(
         self,
         read: Callable[[], None],
+        is_readable: Callable[[], bool],
         release: tuple[Callable[[], None], Callable[[], bool]] | None,
         keep_alive: torch.Tensor,
     ) -> None:
         self._read: Callable[[], None] | None = read
+        self._is_readable = is_readable  # without waiting
         self._release = release  # (wait for it, ask for it)
         self._keep_alive: torch.Tensor | None = keep_alive
 
     @override
-    def advance(self) -> None:
+    def advance(self) -> bool:
         if self._read is not None:
             read, self._read = self._read, None
             read()
+        return True
 
     @override
     def poll(self) -> bool:
+        if self._read is not None and self._is_readable():
+            self.advance()
         return self._read is None and (self._release is None or self._release[1]())
 
     @override
@@ -176,15 +200,16 @@ class _Reading(Pending):
         self._keep_alive = None
 
 
-def make_transport(group: Group, device: torch.device) -> Transport:
+def make_transport(group: Group, device: torch.device, *, may_share: bool = True) -> Transport:
     """The measured best transport for this group. Collective.
 
-    None for one rank; the backend's own except on gloo; there shared memory on one host, pairwise exchange elsewhere.
+    None for one rank; the backend's own except on gloo; there shared memory on one host, pairwise exchange elsewhere
+    and where `may_share` is false.
     """
     if get_world_size(group) == 1:
         return NullTransport()
     if group._get_backend(device).name() != "gloo":
         return NativeTransport(group)
-    if can_share(group, device):
+    if may_share and can_share(group, device):
         return SharedMemoryTransport(group, shared_arena(group))
     return PairwiseTransport(group)

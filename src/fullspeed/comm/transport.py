@@ -3,8 +3,9 @@
     all_gather(full, shard)      every rank's shard -> full            (before a group computes, after a step)
     reduce_scatter(full)         sum of every rank's full -> shard     (gradients of a sharded state)
     all_reduce(full)             sum of every rank's full -> full      (gradients of whole states)
+    all_to_all(send, receive)    slice j of send -> rank j             (parts of a sum that transports make themselves)
 
-All three are asynchronous: they return a handle whose `wait` finishes the work. Handles must be waited for, and both
+All are asynchronous: they return a handle whose `wait` finishes the work. Handles must be waited for, and both
 ranks of a pair must start the same transfers of one channel in the same order; transfers of different channels may
 interleave in any order.
 """
@@ -19,18 +20,21 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from fullspeed.comm.collectives import Group, get_global_rank, get_rank, get_world_size
-from fullspeed.comm.observe import emit
+from fullspeed.comm.collectives import Group, get_rank, get_world_size, global_ranks
+from fullspeed.comm.observe import Finish, emit
 
 
 class Pending(Protocol):
     """A transfer under way."""
 
-    def advance(self) -> None:
-        """Wait for the phase under way and start the next, if there is one; bounds what is in flight."""
+    def advance(self) -> bool:
+        """Wait for the phase under way and start the next, if there is one; bounds what is in flight.
+
+        Returns whether the result is complete, though peers may still be reading what was sent.
+        """
 
     def poll(self) -> bool:
-        """Whether `wait` would return at once. Only an advanced transfer can answer yes; may err towards no."""
+        """Do what can be done without waiting; whether `wait` would return at once now. May err towards no."""
 
     def wait(self) -> None:
         """Return when the result is complete (on an accelerator: when the current stream may use it)."""
@@ -40,8 +44,8 @@ class Done(Pending):
     """A transfer that needed no waiting."""
 
     @override
-    def advance(self) -> None:
-        """Nothing to advance."""
+    def advance(self) -> bool:
+        return True
 
     @override
     def poll(self) -> bool:
@@ -60,12 +64,15 @@ class _Finishing(Pending):
         self._finish = finish
 
     @override
-    def advance(self) -> None:
+    def advance(self) -> bool:
         self.wait()
+        return True
 
     @override
     def poll(self) -> bool:
-        return not self._works and self._finish is None
+        if all(work.is_completed() for work in self._works):
+            self.wait()
+        return not self._works
 
     @override
     def wait(self) -> None:
@@ -78,38 +85,83 @@ class _Finishing(Pending):
 
 
 class Chained(Pending):
-    """A transfer whose second phase can start only when the first is complete."""
+    """A transfer whose second phase can start only when the first, which has one phase, is complete."""
 
     def __init__(self, first: Pending, start_second: Callable[[], Pending]) -> None:
         self._first, self._start_second = first, start_second
         self._second: Pending | None = None
 
     @override
-    def advance(self) -> None:
-        if self._second is None:
-            self._first.advance()
-            self._second = self._start_second()
+    def advance(self) -> bool:
+        if self._second is not None:
+            return self._second.advance()
+        self._first.advance()
+        self._second = self._start_second()
+        return False
 
     @override
     def poll(self) -> bool:
+        if self._second is None and self._first.poll():
+            self._second = self._start_second()
         return self._second is not None and self._second.poll()
 
     @override
     def wait(self) -> None:
-        self.advance()
+        if self._second is None:
+            self.advance()
         assert self._second is not None
         self._second.wait()
 
 
-class Transport(Protocol):
-    """Moves flat buffers over one group of ranks. `full` is (world_size * n,), `shard` is (n,), both contiguous."""
+class _Observed(Pending):
+    """A transfer whose end someone wants to know."""
+
+    def __init__(self, transfer: Pending, finish: Finish) -> None:
+        self._transfer = transfer
+        self._finish: Finish | None = finish
+
+    @override
+    def advance(self) -> bool:
+        return self._transfer.advance()
+
+    @override
+    def poll(self) -> bool:
+        return self._transfer.poll()
+
+    @override
+    def wait(self) -> None:
+        self._transfer.wait()
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+
+def observed(transfer: Pending, finish: Finish | None) -> Pending:
+    """`transfer`, with `finish` (what `emit` returned) called when it has been waited for."""
+    return transfer if finish is None else _Observed(transfer, finish)
+
+
+class Buffers(Protocol):
+    """Where buffers come from that are to travel."""
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised 1-D buffer that travels best; any other buffer may be passed as well."""
         return torch.empty(numel, dtype=dtype, device=device)
 
+
+class Gather(Buffers, Protocol):
+    """Makes flat buffers whole. `full` is (world_size * n,), `shard` is (n,), both contiguous."""
+
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
-        """Fill `full` with all shards. `shard` may be this rank's slice of `full` itself."""
+        """Fill `full` with all shards. `shard` may be this rank's slice of `full` itself.
+
+        A `shard` from `empty` keeps its values until every rank is known to have waited; any other is free after
+        `wait`. Ranks may wait at different times: no rank waits for a peer that has not.
+        """
+
+
+class Reduce(Buffers, Protocol):
+    """Sums flat buffers over ranks. `full` is (world_size * n,), `out` is (n,), both contiguous."""
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
         """Sum `full` over ranks and put this rank's slice into `out`, whose dtype may be wider; may overwrite `full`.
@@ -119,6 +171,17 @@ class Transport(Protocol):
 
     def all_reduce(self, full: torch.Tensor) -> Pending:
         """Sum `full` over ranks in place."""
+
+
+class Exchange(Buffers, Protocol):
+    """Sends every rank its own slice. `send` and `receive` are contiguous, (world_size * m,), of one dtype."""
+
+    def all_to_all(self, send: torch.Tensor, receive: torch.Tensor) -> Pending:
+        """Slice j of `send` becomes slice i of rank j's `receive`, i being this rank. One phase."""
+
+
+class Transport(Gather, Reduce, Exchange, Protocol):
+    """Moves flat buffers over one group of ranks."""
 
 
 class NullTransport(Transport):
@@ -140,35 +203,46 @@ class NullTransport(Transport):
     def all_reduce(self, full: torch.Tensor) -> Pending:
         return Done()
 
+    @override
+    def all_to_all(self, send: torch.Tensor, receive: torch.Tensor) -> Pending:
+        receive.copy_(send)
+        return Done()
+
 
 class NativeTransport(Transport):
     """The backend's own collectives: right for NCCL and its kin, which keep reductions on the device."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._world_size = get_world_size(group)
+        self._ranks = global_ranks(group)
         # torch 2.13 renames these two and deprecates the old names; 2.11 knows only the old ones.
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
     @override
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
-        emit_whole("all_gather", full, self._world_size)
-        return _Finishing([self._gather(full, shard, group=self._group, async_op=True)])
+        finish = emit_whole("all_gather", full, self._ranks)
+        return observed(_Finishing([self._gather(full, shard, group=self._group, async_op=True)]), finish)
 
     @override
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
-        emit_whole("reduce_scatter", full, self._world_size)
+        finish = emit_whole("reduce_scatter", full, self._ranks)
         if out.dtype == full.dtype:
-            return _Finishing([self._reduce_scatter(out, full, group=self._group, async_op=True)])
+            work = self._reduce_scatter(out, full, group=self._group, async_op=True)
+            return observed(_Finishing([work]), finish)
         narrow = torch.empty(out.numel(), dtype=full.dtype, device=full.device)
         work = self._reduce_scatter(narrow, full, group=self._group, async_op=True)
-        return _Finishing([work], lambda: _copy(out, narrow))
+        return observed(_Finishing([work], lambda: _copy(out, narrow)), finish)
 
     @override
     def all_reduce(self, full: torch.Tensor) -> Pending:
-        emit_whole("all_reduce", full, self._world_size)
-        return _Finishing([dist.all_reduce(full, group=self._group, async_op=True)])
+        finish = emit_whole("all_reduce", full, self._ranks)
+        return observed(_Finishing([dist.all_reduce(full, group=self._group, async_op=True)]), finish)
+
+    @override
+    def all_to_all(self, send: torch.Tensor, receive: torch.Tensor) -> Pending:
+        finish = emit_whole("all_to_all", send, self._ranks)
+        return observed(_Finishing([dist.all_to_all_single(receive, send, group=self._group, async_op=True)]), finish)
 
 
 class PairwiseTransport(Transport):
@@ -193,29 +267,29 @@ class PairwiseTransport(Transport):
         self._peers = [
             (self._rank + hop) % self._world_size for hop in range(1, self._world_size)
         ]  # nearest first: no two ranks start by sending to the same peer
-        self._ranks = [get_global_rank(group, rank) for rank in range(self._world_size)]
+        self._ranks = global_ranks(group)
         # Every rank makes its transports in the same order, so channel numbers agree without a message.
         self._first_tag = next(self._channels) * self._TAGS_PER_CHANNEL
         self._transfers = itertools.count()
 
     @override
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
-        emit_whole("all_gather", full, self._world_size)
+        finish = emit_whole("all_gather", full, self._ranks)
         slices = full.view(self._world_size, -1)
         own = slices[self._rank]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        return _Finishing(self._exchange(lambda peer: own, lambda peer: slices[peer]))
+        return observed(_Finishing(self._exchange(lambda peer: own, lambda peer: slices[peer])), finish)
 
     @override
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
-        emit_whole("reduce_scatter", full, self._world_size)
-        return self._sum_to_owner(full, out)
+        finish = emit_whole("reduce_scatter", full, self._ranks)
+        return observed(self._sum_to_owner(full, out), finish)
 
     @override
     def all_reduce(self, full: torch.Tensor) -> Pending:
         """Sum every slice at its owner, then hand the sums round."""
-        emit_whole("all_reduce", full, self._world_size)
+        finish = emit_whole("all_reduce", full, self._ranks)
         slices = full.view(self._world_size, -1)
         own = slices[self._rank]
         tag = self._next_tag()  # drawn now, so that tags follow the order of calls, not of waits
@@ -223,7 +297,15 @@ class PairwiseTransport(Transport):
         def hand_round() -> Pending:
             return _Finishing(self._exchange(lambda peer: own, lambda peer: slices[peer], tag))
 
-        return Chained(self._sum_to_owner(full, own), hand_round)
+        return observed(Chained(self._sum_to_owner(full, own), hand_round), finish)
+
+    @override
+    def all_to_all(self, send: torch.Tensor, receive: torch.Tensor) -> Pending:
+        finish = emit_whole("all_to_all", send, self._ranks)
+        to_send, to_receive = send.view(self._world_size, -1), receive.view(self._world_size, -1)
+        to_receive[self._rank].copy_(to_send[self._rank])
+        works = self._exchange(lambda peer: to_send[peer], lambda peer: to_receive[peer])
+        return observed(_Finishing(works), finish)
 
     def _sum_to_owner(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
         slices = full.view(self._world_size, -1)
@@ -260,10 +342,10 @@ class PairwiseTransport(Transport):
         return works
 
 
-class AllReduceTransport(Transport):
+class AllReduceTransport(Reduce):
     """A transport whose reduce-scatter is an all-reduce of the whole buffer (`"reduce_scatter": false`)."""
 
-    def __init__(self, inner: Transport, rank: int, world_size: int) -> None:
+    def __init__(self, inner: Reduce, rank: int, world_size: int) -> None:
         self._inner, self._rank, self._world_size = inner, rank, world_size
 
     @override
@@ -271,41 +353,46 @@ class AllReduceTransport(Transport):
         return self._inner.empty(numel, dtype, device)
 
     @override
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
-        return self._inner.all_gather(full, shard)
-
-    @override
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
         pending = self._inner.all_reduce(full)
         own = full.view(self._world_size, -1)[self._rank]
-        return _Then(pending, lambda: _copy(out, own))
+        return Then(pending, lambda: _copy(out, own))
 
     @override
     def all_reduce(self, full: torch.Tensor) -> Pending:
         return self._inner.all_reduce(full)
 
 
-class _Then(Pending):
-    def __init__(self, first: Pending, finish: Callable[[], None]) -> None:
-        self._first, self._finish = first, finish
+class Then(Pending):
+    """A transfer, then a local computation on its result."""
+
+    def __init__(self, first: Pending, finish: Callable[[], object]) -> None:
+        self._first = first
+        self._finish: Callable[[], object] | None = finish
 
     @override
-    def advance(self) -> None:
-        self._first.advance()
+    def advance(self) -> bool:
+        return self._first.advance() and self._complete()
 
     @override
     def poll(self) -> bool:
-        return self._first.poll()
+        return self._first.poll() and self._complete()
 
     @override
     def wait(self) -> None:
         self._first.wait()
-        self._finish()
+        self._complete()
+
+    def _complete(self) -> bool:
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+        return True
 
 
-def emit_whole(op: str, full: torch.Tensor, world_size: int) -> None:
-    """Tell the observers of one transfer of a whole buffer."""
-    emit(op, full.numel(), full.itemsize, str(full.dtype), world_size)
+def emit_whole(op: str, full: torch.Tensor, ranks: tuple[int, ...]) -> Finish | None:
+    """Tell the observers of one transfer of a whole buffer. Returns what `emit` returns."""
+    return emit(op, full.numel(), full.itemsize, str(full.dtype), len(ranks), ranks)
 
 
 def _copy(out: torch.Tensor, source: torch.Tensor) -> None:

@@ -1,11 +1,11 @@
-"""Sections about watching a run: event sinks, progress lines, timers and the communication log."""
+"""Sections about watching a run: event sinks, timers, the communication log and profiler windows."""
 
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
 from fullspeed.config.section import Section
-from fullspeed.config.types import Positive, Texts, lower
+from fullspeed.config.types import Counts, NonNegative, Positive, Texts, lower
 
 LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(lower)]
 
@@ -33,6 +33,21 @@ class CSVMonitor(Section):
     enabled: bool = Field(False, description="Write files on rank 0.")
     output_path: str = Field("", description="Directory; relative to the working directory when empty.")
     job_name: str = Field("DeepSpeedJobName", description="Sub-directory of this run.")
+
+
+class JSONMonitor(Section):
+    """Events as JSON lines: one object per update. FullSpeed's own; `fullspeed plot` draws it."""
+
+    enabled: bool = Field(False, description="Write `events.jsonl` on rank 0.")
+    output_path: str = Field("", description="Directory; relative to the working directory when empty.")
+    job_name: str = Field("run", description="Sub-directory of this run.")
+
+
+class Dashboard(Section):
+    """A table of the newest values in the terminal of rank 0. FullSpeed's own."""
+
+    enabled: bool = Field(False, description="Show it.")
+    updates_per_second: Positive = Field(2, description="Times a second the table is drawn at most.")
 
 
 class Comet(Section):
@@ -64,6 +79,20 @@ class Timers(Section):
     """Timers of the engine."""
 
     throughput: ThroughputTimer = Field(default_factory=ThroughputTimer, description="Samples per second.")
+
+
+class TorchProfiler(Section):
+    """A window of updates recorded by `torch.profiler`. FullSpeed's own."""
+
+    enabled: bool = Field(False, description="Record one window.")
+    start_step: NonNegative = Field(10, description="Updates before the window.")
+    num_warmup: NonNegative = Field(1, description="The last of those, traced and thrown away.")
+    num_steps: Positive = Field(3, description="Updates recorded.")
+    output_path: str = Field("traces", description="Directory of the traces, one Chrome trace per rank.")
+    ranks: Counts = Field((0,), description="Ranks that record.")
+    record_shapes: bool = Field(False, description="Note the shapes of operands.")
+    profile_memory: bool = Field(False, description="Note allocations.")
+    with_stack: bool = Field(False, description="Note source lines; slow.")
 
 
 class CommsLogger(Section):

@@ -18,7 +18,19 @@ from fullspeed.config.compression import (
     SparseAttention,
 )
 from fullspeed.config.data import CurriculumLearning, DataEfficiency
-from fullspeed.config.monitor import Comet, CommsLogger, CSVMonitor, LogLevel, TensorBoard, Timers, WandB
+from fullspeed.config.elastic import check_scheduler_copy, elastic_batch
+from fullspeed.config.monitor import (
+    Comet,
+    CommsLogger,
+    CSVMonitor,
+    Dashboard,
+    JSONMonitor,
+    LogLevel,
+    TensorBoard,
+    Timers,
+    TorchProfiler,
+    WandB,
+)
 from fullspeed.config.optimizer import Optimizer
 from fullspeed.config.parallel import ExpertParallel, Pipeline, TensorParallel
 from fullspeed.config.precision import BF16, FP16, Amp, DataTypes, TorchAutocast
@@ -95,6 +107,8 @@ class Config(Section):
     wandb: WandB = Field(default_factory=WandB, description="Events for Weights & Biases.")
     csv_monitor: CSVMonitor = Field(default_factory=CSVMonitor, description="Events as CSV files.")
     comet: Comet = Field(default_factory=Comet, description="Events for Comet.")
+    json_monitor: JSONMonitor = Field(default_factory=JSONMonitor, description="Events as JSON lines.")
+    dashboard: Dashboard = Field(default_factory=Dashboard, description="Newest values in the terminal.")
     steps_per_print: Steps = Field(None, description="Updates between progress lines; unset or infinity is never.")
     wall_clock_breakdown: bool = Field(False, description="Time forward, backward and step; waits for the device.")
     memory_breakdown: bool = Field(False, description="Log memory at points of the step.")
@@ -104,6 +118,7 @@ class Config(Section):
     timers: Timers = Field(default_factory=Timers, description="Timers of the engine.")
     comms_logger: CommsLogger = Field(default_factory=CommsLogger, description="Log of collectives.")
     flops_profiler: FlopsProfiler = Field(default_factory=FlopsProfiler, description="Operations of one step.")
+    torch_profiler: TorchProfiler = Field(default_factory=TorchProfiler, description="A window of torch.profiler.")
 
     compile: Compile = Field(default_factory=Compile, description="Compiled communication.")
     hybrid_engine: HybridEngine = Field(default_factory=HybridEngine, description="Generation while training.")
@@ -172,7 +187,7 @@ def require_resolved(config: Config, *prefixes: str) -> None:
 
 
 def resolve_batch(config: Config, dp_world_size: int, source_of_world: str) -> Batch:
-    """The batch sizes of `config` on `dp_world_size` data-parallel ranks.
+    """The batch sizes of `config` on `dp_world_size` data-parallel ranks; elasticity chooses them if enabled.
 
     Args:
         config: what the user asked for.
@@ -182,6 +197,9 @@ def resolve_batch(config: Config, dp_world_size: int, source_of_world: str) -> B
     Raises:
         ConfigError: the keys are "auto", missing, or do not fit together; the text names all of them.
     """
+    if config.elasticity.enabled:
+        check_scheduler_copy(config.elasticity)
+        return elastic_batch(config.elasticity, dp_world_size)
     require_resolved(config, *BATCH_KEYS)
     request = BatchRequest(
         config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps

@@ -18,6 +18,7 @@ from fullspeed.config.types import (
 )
 
 Device = Literal["none", "cpu", "nvme"]
+Bits = Annotated[Literal[4, 8], BeforeValidator(whole)]
 
 
 class OffloadParam(Section):
@@ -63,10 +64,17 @@ class ZenFlow(Section):
     steps_per_epoch: Positive | None = Field(None, description="Steps per epoch; set by the engine when known.")
 
 
+SPARSE_BLOCKS = (
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+)
+
+
 class LeafModule(Section):
     """Modules whose whole sub-tree is gathered together, such as blocks of experts (stage 3)."""
 
-    classes: Texts = Field((), description="Class names or dotted class paths of such modules.")
+    classes: Texts = Field(SPARSE_BLOCKS, description="Class names or dotted class paths of such modules.")
     names: Texts = Field((), description="Full module names.")
     name_suffixes: Texts = Field((), description="Ends of module names.")
 
@@ -74,7 +82,7 @@ class LeafModule(Section):
 class QuantizedLayer(Section):
     """How the weights of one kind of layer are quantized."""
 
-    num_bits: Annotated[Literal[4, 8], BeforeValidator(whole)] = Field(8, description="Bits per weight.")
+    num_bits: Bits = Field(8, description="Bits per weight.")
     group_size: Positive = Field(512, description="Weights per scale; smaller is more exact and larger in memory.")
     group_dim: Count = Field(1, description="Dimension along which groups are cut.")
     symmetric: bool = Field(False, description="One scale per group instead of a scale and a minimum.")
@@ -109,6 +117,7 @@ class ZeroOptimization(Section):
         "allgather_sequential": "stage3_allgather_sequential",
         "stage3_sub_group_size": "sub_group_size",
         "stage3_leaf_module": "leaf_module",
+        "shard_group_size": "mics_shard_size",
     }
     deprecated: ClassVar[Mapping[str, str]] = {
         "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
@@ -187,15 +196,28 @@ class ZeroOptimization(Section):
         None, description="Where optimizer states wait; `none` equals absent."
     )
 
-    zero_quantized_weights: bool = Field(False, description="Gather weights as int8 blocks: half the traffic.")
+    zero_quantized_weights: bool = Field(
+        False, description="Stage 3: gather parameters to compute with as int8 blocks, half the bytes of 16 bits."
+    )
+    zero_quantized_weights_bits: Bits = Field(8, description="Bits per value of `zero_quantized_weights`.")
     zero_quantized_nontrainable_weights: bool = Field(False, description="Keep frozen weights quantized at rest.")
     zero_hpz_partition_size: Positive = Field(
         1,
         description="Ranks per group with a second copy of parameters; backward gathers inside it.",
     )
-    zero_quantized_gradients: bool = Field(False, description="Reduce gradients as int4/int8 in two hops.")
+    zero_quantized_gradients: bool = Field(
+        False,
+        description="Stages 2 and 3: reduce gradients as int4 blocks, a quarter of the bytes of 16 bits, in one hop "
+        "inside nodes and one between them.",
+    )
+    zero_quantized_gradients_bits: Bits = Field(4, description="Bits per value of `zero_quantized_gradients`.")
+    zero_quantized_block_size: Annotated[Positive, Field(multiple_of=2)] = Field(
+        256, description="Values per scale where values travel quantized, even; smaller is more exact, adds bytes."
+    )
     zeropp_loco_param: LoCo | None = Field(None, description="Error feedback for `zero_quantized_gradients`.")
-    mics_shard_size: Count = Field(-1, description="Ranks per shard group, replicated across groups; -1 is off.")
+    mics_shard_size: Literal[-1] | Positive = Field(
+        -1, description="Ranks that share one copy of what is sharded; other such groups hold replicas. -1 is all."
+    )
     mics_hierarchical_params_gather: bool = Field(False, description="Gather between nodes first, then inside.")
     zenflow: ZenFlow | None = Field(None, description="Importance-ordered updates with CPU offload.")
     weight_quantization: WeightQuantization | None = Field(None, description="Weight-only quantization for inference.")

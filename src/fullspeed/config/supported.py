@@ -45,9 +45,8 @@ TECHNIQUES = (
 )  # fmt: skip
 
 ENABLED = (
-    "amp", "tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "flops_profiler", "hybrid_engine",
-    "nebula", "autotuning", "elasticity", "curriculum_learning", "data_efficiency", "progressive_layer_drop",
-    "eigenvalue", "quantize_training", "quantize_training.eigenvalue", "expert_parallel",
+    "amp", "hybrid_engine", "nebula", "autotuning", "curriculum_learning", "data_efficiency",
+    "progressive_layer_drop", "eigenvalue", "quantize_training", "quantize_training.eigenvalue", "expert_parallel",
     *(f"compression_training.{technique}.shared_parameters" for technique in TECHNIQUES),
     "compression_training.layer_reduction",
 )  # fmt: skip
@@ -71,7 +70,6 @@ MISSING: tuple[Missing, ...] = (
     Missing("sparse_attention", _is_given, REMOVE),
     Missing("datastates_ckpt", _is_given, REMOVE),
     Missing("weight_quantization", _is_given, REMOVE),
-    Missing("activation_checkpointing", _differs, "remove the block"),
     Missing("pipeline", _differs, "remove the block"),
     Missing("tensor_parallel", _differs, "remove the block"),
     Missing("sequence_parallel_size", _is_above_one),
@@ -88,13 +86,8 @@ MISSING: tuple[Missing, ...] = (
     Missing("zero_optimization.enable_sanity_checks", _is_on),
     Missing("zero_optimization.offload_param", _is_given, 'remove the block or set device: "none"'),
     Missing("zero_optimization.offload_optimizer", _is_given, 'remove the block or set device: "none"'),
-    Missing("zero_optimization.zero_quantized_weights", _is_on),
     Missing("zero_optimization.zero_quantized_nontrainable_weights", _is_on),
-    Missing("zero_optimization.zero_hpz_partition_size", _is_above_one),
-    Missing("zero_optimization.zero_quantized_gradients", _is_on),
     Missing("zero_optimization.zeropp_loco_param", _is_given, REMOVE),
-    Missing("zero_optimization.mics_shard_size", lambda size: size > 0),
-    Missing("zero_optimization.mics_hierarchical_params_gather", _is_on),
     Missing("zero_optimization.zenflow", _is_given, REMOVE),
     Missing("zero_optimization.weight_quantization", _is_given, REMOVE),
 )

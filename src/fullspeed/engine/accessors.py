@@ -63,6 +63,8 @@ _PATHS = {
     "gradient_predivide_factor": "gradient_predivide_factor",
     "sparse_gradients_enabled": "sparse_gradients",
     "graph_harvesting": "graph_harvesting",
+    "is_deepcompile_enabled": "compile.deepcompile",
+    "is_deepcompile_active": "compile.deepcompile",
     "amp_enabled": "amp.enabled",
     "aio_config": "aio",
     "steps_per_print": "steps_per_print",

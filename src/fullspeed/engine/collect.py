@@ -26,13 +26,13 @@ class NamedState(NamedTuple):
     buffers: dict[str, torch.Tensor]  # persistent ones
 
 
-def named_state(module: nn.Module, runtime: ShardingRuntime) -> NamedState:
-    """The parameters and persistent buffers that this engine saves and loads."""
+def named_state(module: nn.Module, runtime: ShardingRuntime | None = None) -> NamedState:
+    """The parameters and persistent buffers that this engine saves and loads; without a runtime, all of the module."""
     first: dict[nn.Parameter, str] = {}
     params: dict[str, nn.Parameter] = {}
     aliases: dict[str, str] = {}
     for fqn, param in module.named_parameters(remove_duplicate=False):
-        if param not in runtime.slot_of and placeholder.is_adopted(param):
+        if runtime is not None and param not in runtime.slot_of and placeholder.is_adopted(param):
             continue
         if param in first:
             aliases[fqn] = first[param]
@@ -57,9 +57,9 @@ def _join(prefix: str, name: str) -> str:
 
 
 def is_trainable(param: nn.Parameter, runtime: ShardingRuntime) -> bool:
-    """Whether the engine trains `param`: decided at initialize for those it manages."""
+    """Whether the engine trains `param`: decided at initialize, and by `unfreeze`, for those it manages."""
     place = runtime.slot_of.get(param)
-    return param.requires_grad if place is None else place[0].is_trainable
+    return param.requires_grad if place is None else runtime.trains(param)
 
 
 def param_records(state: NamedState, runtime: ShardingRuntime, *, exclude_frozen: bool) -> tuple[ParamRecord, ...]:
@@ -90,17 +90,17 @@ class Collector:
         self.tensors: dict[Chunk, torch.Tensor] = {}
 
     def add_weights(self, runtime: ShardingRuntime, *, exclude_frozen: bool) -> None:
-        """Resident values and masters: of each group the slices that would be this rank's shard."""
+        """Resident values and masters: of each group this rank's share, whether it is all the rank has or not."""
         for group in runtime.groups:
-            if exclude_frozen and not group.is_trainable:
-                continue
-            for piece in group.layout.pieces(self._rank):
+            for piece in _share(group):
+                if exclude_frozen and not group.trained[piece.slot]:
+                    continue
                 slot = group.layout.slots[piece.slot]
-                at = _offset(slot, piece, is_sharded=group.placement.params)
+                at = _offset(group, piece, is_sharded=group.placement.params)
                 self._add_elements(PARAM, slot, piece.start, group.store[at : at + piece.numel])
                 if has_separate_master(group):
                     assert group.master is not None
-                    at = _offset(slot, piece, is_sharded=group.placement.optim)
+                    at = _offset(group, piece, is_sharded=group.placement.optim)
                     self._add_elements(MASTER, slot, piece.start, group.master[at : at + piece.numel])
 
     def add_unmanaged(self, state: NamedState, runtime: ShardingRuntime, *, exclude_frozen: bool) -> None:
@@ -120,11 +120,7 @@ class Collector:
     def add_optimizer(self, optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
         """The optimizer's tensors. Returns the entries of its state that are no tensors, by parameter and name."""
         values: dict[str, dict[str, Any]] = {}
-        shares = {
-            (group.index, piece.slot): piece
-            for group in optimizer.runtime.trainable
-            for piece in group.layout.pieces(self._rank)
-        }
+        shares = {(group.index, piece.slot): piece for group in optimizer.runtime.trainable for piece in _share(group)}
         for owned in optimizer.owned:
             slot = slot_of(owned)
             share = shares.get((owned.group.index, owned.piece.slot))
@@ -137,7 +133,7 @@ class Collector:
 
     def _add_entry(self, kind: str, owned: OwnedPiece, share: Piece | None, value: torch.Tensor) -> None:
         if share is None:
-            return  # whole states: another rank saves all of this parameter
+            return  # whole states or replicas: another rank saves all of this parameter
         slot = slot_of(owned)
         if value.shape == owned.tensor.shape:
             start = share.start - owned.piece.start
@@ -203,6 +199,14 @@ def _extra_states(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, inner.get_extra_state()
 
 
-def _offset(slot: Slot, piece: Piece, *, is_sharded: bool) -> int:
-    """Where a piece of this rank's shard lies: in a tensor that is the shard, or in one that is whole."""
-    return piece.shard_offset if is_sharded else slot.offset + piece.start
+def _share(group: FlatGroup) -> list[Piece]:
+    """What this rank saves of a group: its replica's part of its shard, so that nothing is saved twice."""
+    links, (start, stop) = group.links, group.layout.shard_range(group.links.rank)
+    low, high = (start + (stop - start) * part // links.num_replicas for part in (links.replica, links.replica + 1))
+    return group.layout.pieces_between(low, high)
+
+
+def _offset(group: FlatGroup, piece: Piece, *, is_sharded: bool) -> int:
+    """Where a piece of this rank's shard begins: in a tensor that is the shard, or in one that is whole."""
+    begin, _ = group.layout.shard_range(group.links.rank) if is_sharded else (0, group.numel)
+    return group.layout.slots[piece.slot].offset + piece.start - begin

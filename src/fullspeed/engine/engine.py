@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fullspeed.accelerator import get_accelerator
 from fullspeed.base import env
 from fullspeed.base.errors import UsageError
 from fullspeed.base.log import log_dist
@@ -19,16 +18,18 @@ from fullspeed.config import Batch, Config
 from fullspeed.engine import python_gc
 from fullspeed.engine.accessors import ConfigAccessors
 from fullspeed.engine.batches import Batches
+from fullspeed.engine.changes import Changes
 from fullspeed.engine.checkpointing import Checkpointing
 from fullspeed.engine.inputs import cast_floating
-from fullspeed.engine.meter import ProgressMeter
-from fullspeed.engine.phases import PhaseTimer
+from fullspeed.engine.watch import Watch
+from fullspeed.engine.watched import Watched
 from fullspeed.precision.policy import DTYPES, PrecisionPolicy
 from fullspeed.sharding.optimizer import ShardedOptimizer
 from fullspeed.sharding.runtime import ShardingRuntime
+from fullspeed.sharding.scopes import uncompiled
 
 
-class Engine(ConfigAccessors, Checkpointing, Batches, nn.Module):
+class Engine(ConfigAccessors, Checkpointing, Batches, Changes, Watched, nn.Module):
     """Wraps a module for training. Made by `fullspeed.initialize`; attributes it lacks are looked up on the module.
 
     One update is `grad_accum_steps` times (forward, backward, step): only the last of these steps changes weights.
@@ -73,11 +74,12 @@ class Engine(ConfigAccessors, Checkpointing, Batches, nn.Module):
         self._sync_disabled = False
         self._loss_is_scaled = False  # the coming plain backward starts from a loss `scale` returned
         self._step_applied = False
-        self._meter = ProgressMeter()
-        self._phases = PhaseTimer(get_accelerator(), is_enabled=config.wall_clock_breakdown)
+        self._watch = Watch(config, self, dp_group, self.global_rank)
         self._batches = self._post_process = None
         self._is_destroyed = False
         runtime.on_plain_backward = self._before_plain_backward
+        if optimizer is not None:
+            optimizer.before_new_group = self._before_new_param_group
         self._update_default_factor()
         if config.disable_python_gc:
             python_gc.hold_off()
@@ -92,7 +94,9 @@ class Engine(ConfigAccessors, Checkpointing, Batches, nn.Module):
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             assert self.precision.compute is not None
             args, kwargs = cast_floating((args, kwargs), self.precision.compute)
-        with self._phases.phase("forward"), self._autocast():
+        if self.training:
+            self._watch.begin_forward(self.global_steps)
+        with self._watch.phase("forward"), self._autocast():
             return self.module(*args, **kwargs)
 
     def _autocast(self) -> Any:
@@ -103,6 +107,7 @@ class Engine(ConfigAccessors, Checkpointing, Batches, nn.Module):
 
     # --------------------------------------------------------------- backward
 
+    @uncompiled
     def backward(
         self,
         loss: torch.Tensor,
@@ -136,9 +141,9 @@ class Engine(ConfigAccessors, Checkpointing, Batches, nn.Module):
         averaged = loss / divisor if divisor != 1 else loss
         scaled = averaged * optimizer.loss_scale if optimizer.loss_scale != 1.0 else averaged
         self._before_backward()
-        with self._phases.phase("backward"), self.runtime.backward_pass(1.0):
+        with self._watch.phase("backward"), self.runtime.backward_pass(1.0), self._watch.phase("backward_inner"):
             scaled.backward(gradient, retain_graph=retain_graph)
-        self._meter.add_loss(loss if loss.numel() == 1 else loss.detach().float().mean())
+        self._watch.add_loss(loss)
         return averaged.detach() if gradient is not None else averaged
 
     def _before_backward(self) -> None:
@@ -210,6 +215,7 @@ class Engine(ConfigAccessors, Checkpointing, Batches, nn.Module):
 
     # ------------------------------------------------------------------- step
 
+    @uncompiled
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch; at the boundary, update the weights and the schedule. Collective at the boundary.
 
@@ -217,6 +223,7 @@ class Engine(ConfigAccessors, Checkpointing, Batches, nn.Module):
             LossScaleError: gradients overflow and the loss scale can go no lower.
         """
         optimizer = self._require_optimizer("step")
+        self._watch.end_micro_batch()
         self._step_applied = False
         self._num_micro_steps += 1
         self.micro_steps += 1
@@ -225,7 +232,7 @@ class Engine(ConfigAccessors, Checkpointing, Batches, nn.Module):
         self.runtime.policy.is_boundary = self.is_gradient_accumulation_boundary()
 
     def _update(self, optimizer: ShardedOptimizer, lr_kwargs: dict[str, Any]) -> None:
-        with self._phases.phase("step"):
+        with self._watch.phase("step"):
             optimizer.step()
         self.global_steps += 1
         samples = self._batch.train_batch_size
@@ -250,22 +257,6 @@ class Engine(ConfigAccessors, Checkpointing, Batches, nn.Module):
                 raise
             # Schedulers whose `step` wants a number are told the samples of an update.
             self.lr_scheduler.step(self._batch.train_batch_size)
-
-    def _report(self, samples: int) -> None:
-        self._meter.add_samples(samples)
-        every = self._config.steps_per_print
-        if every and self.global_steps % every == 0:
-            assert self.optimizer is not None
-            norm = self.optimizer._global_grad_norm
-            line = self._meter.line(self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom(), norm)
-            log_dist(line)
-            if self._phases.is_enabled:
-                log_dist(self._phases.report())
-            if self._config.memory_breakdown:
-                held = ", ".join(f"{name}={nbytes / 1e6:.1f} MB" for name, nbytes in self.memory_bytes().items())
-                log_dist(f"held by this rank: {held}")
-        elif not every:
-            self._meter.trim()
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` changed weights."""
@@ -345,11 +336,12 @@ class Engine(ConfigAccessors, Checkpointing, Batches, nn.Module):
         return 0
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes this rank holds now: params, grads, master, optimizer, live; and the peak of live so far.
+        """Bytes this rank holds now: params, secondary, grads, master, optimizer, live; and the peak of live so far.
 
-        `live` are whole values that exist only around their use (gathered, or widened for compute).
+        `secondary` is hpZ's second copy of shards, `live` are whole values that exist only around their use (gathered,
+        or widened for compute).
         """
-        totals = {"params": 0, "grads": 0, "master": 0, "live": 0}
+        totals = {"params": 0, "secondary": 0, "grads": 0, "master": 0, "live": 0}
         for group in self.runtime.groups:
             for name, nbytes in group.nbytes().items():
                 totals[name] += nbytes
@@ -385,7 +377,10 @@ class Engine(ConfigAccessors, Checkpointing, Batches, nn.Module):
         if self._is_destroyed:
             return
         self._is_destroyed = True
+        self._watch.close()
         self.runtime.destroy()
+        if self.optimizer is not None:
+            self.optimizer.before_new_group = lambda: None
         self.optimizer = self.basic_optimizer = self.client_optimizer = None
         self.lr_scheduler = self.training_dataloader = self._batches = None
         self.param_names = {}

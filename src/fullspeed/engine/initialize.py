@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fullspeed.accelerator import get_accelerator, keep_freed_memory
+from fullspeed.accelerator import get_accelerator, keep_freed_memory, return_freed_memory
+from fullspeed.activation.configure import configure_from_section
 from fullspeed.base import env
 from fullspeed.base.errors import ConfigError, ConfigFault, UsageError
 from fullspeed.base.log import set_log_level
 from fullspeed.comm import Group, get_world_group, get_world_size, init_distributed
-from fullspeed.config import Config, load_config, require_resolved, resolve_batch
+from fullspeed.config import Config, check_ranks, load_config, require_resolved, resolve_batch
 from fullspeed.engine.engine import Engine
 from fullspeed.engine.parts import build_optimizer, build_scheduler, move_to
 from fullspeed.optim.lamb import Lamb
@@ -81,14 +82,19 @@ def initialize(
     dp_group = mpu.get_data_parallel_group() if mpu is not None else get_world_group()
     world_source = "the mpu's data-parallel group" if mpu is not None else "all ranks of torch.distributed"
     batch = resolve_batch(settings, get_world_size(dp_group), world_source)
+    check_ranks(settings, get_world_size(dp_group))
 
+    if "activation_checkpointing" in settings.model_fields_set:
+        configure_from_section(settings.activation_checkpointing, mpu)
     accelerator = get_accelerator()
     device = torch.device(accelerator.current_device_name())
     if device.type == "cpu":
-        keep_freed_memory()
+        return_freed_memory()
     move_to(model, device)
     basic = build_optimizer(model, settings, optimizer, model_parameters)
     wrapped, runtime, precision = _shard(model, settings, basic, dp_group, device)
+    if device.type == "cpu":
+        keep_freed_memory()
     scheduler = build_scheduler(settings, lr_scheduler, wrapped)
     engine = Engine(
         module=model,

@@ -128,7 +128,7 @@ class ModuleState:
     def _call_with_whole_params(self, load: Callable[[], Any]) -> None:
         for group in self.runtime.groups:
             if group.is_transient:
-                group.begin_unshard()
+                group.begin_unshard(exact=True)
                 group.finish_unshard()
         try:
             load()

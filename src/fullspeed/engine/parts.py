@@ -23,12 +23,21 @@ ClientOptimizer = Optimizer | Callable[[list[Any]], Optimizer] | None
 
 @torch.no_grad()
 def move_to(model: nn.Module, device: torch.device) -> None:
-    """Put the model's parameters and buffers on `device`; parameters of a running engine stay where they are."""
-    for module in model.modules():
+    """Put the model's parameters and buffers on `device`; sharded parameters stay where they are.
+
+    Raises:
+        UsageError: a buffer is on the meta device. (Parameters there are refused with all others that do not fit.)
+    """
+    for prefix, module in model.named_modules():
         for param in module.parameters(recurse=False):
-            if not placeholder.is_adopted(param) and param.device != device:
+            if not placeholder.is_adopted(param) and not param.is_meta and param.device != device:
                 param.data = param.to(device)
         for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                raise UsageError(
+                    f"buffer {prefix + '.' if prefix else ''}{name} is on the meta device, where it has lost the values "
+                    f"its module gave it; give it memory and values before initialize, or build with zero.Init"
+                )
             module._buffers[name] = buffer.to(device)
 
 

@@ -75,9 +75,11 @@ class GivenWeights:
 
 
 def prepare_for_writing(runtime: ShardingRuntime) -> None:
-    """Forget gradients and whole copies, so that the resident values are the only ones. Collective."""
+    """Forget gradients and copies, so that the resident values are the only ones. Collective."""
     runtime.clear_grads()
     runtime.gatherer.free_idle()
+    for group in runtime.groups:
+        group.forget_copies()
     busy = next((group for group in runtime.groups if group.is_transient and group.is_whole), None)
     if busy is not None:
         raise UsageError(f"weights cannot be loaded while a forward computes with {busy.fqns[0]}; load between steps")
@@ -87,16 +89,22 @@ def prepare_for_writing(runtime: ShardingRuntime) -> None:
 def write_weights(runtime: ShardingRuntime, state: NamedState, source: WeightSource) -> None:
     """Give every parameter the source's values: resident ones, masters, and those the caller keeps."""
     for group in runtime.groups:
-        _write_resident(group, source)
-        if has_separate_master(group):
-            _write_masters(group, source)
-        for param in group.params:
-            torch.autograd.graph.increment_version(param)
+        write_group(group, source)
     for fqn, param in state.params.items():
         if param not in runtime.slot_of:
             values = source.param(fqn, 0, param.numel())
             if values is not None:
                 param.copy_(values.view(param.shape))
+
+
+@torch.no_grad()
+def write_group(group: FlatGroup, source: WeightSource) -> None:
+    """Give a group's parameters the source's values: resident ones and masters."""
+    _write_resident(group, source)
+    if has_separate_master(group):
+        _write_masters(group, source)
+    for param in group.params:
+        torch.autograd.graph.increment_version(param)
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from fullspeed.launcher.rank import FailureRecord
@@ -30,7 +30,9 @@ class Cause(NamedTuple):
     text: str
 
 
-def find_first_cause(ends: Sequence[RankEnd], records: Sequence[FailureRecord]) -> Cause:
+def find_first_cause(
+    ends: Sequence[RankEnd], records: Sequence[FailureRecord], hosts: Mapping[int, str] | None = None
+) -> Cause:
     """The failure the others followed from.
 
     A rank that died without a record (killed, or left with an exit code) is taken for the cause, its peers'
@@ -40,6 +42,7 @@ def find_first_cause(ends: Sequence[RankEnd], records: Sequence[FailureRecord]) 
     Args:
         ends: how ranks ended, at least one, as the agent saw them.
         records: of any rank, also of one that the agent ended before it was seen to fail.
+        hosts: where ranks ran, for the text; of several hosts' records their clocks decide which is earliest.
     """
     recorded = {record.rank for record in records}
     silent = [end for end in ends if end.rank not in recorded]
@@ -47,13 +50,19 @@ def find_first_cause(ends: Sequence[RankEnd], records: Sequence[FailureRecord]) 
     codes = {end.rank: end.exit_code for end in ends}
     if died or not records:
         first = min(died or silent or ends)
-        text = f"rank {first.rank} failed first ({first.describe()})"
+        told = ""
     else:
         record = min(records, key=lambda record: record.at_ns)
         # A rank the agent had to end while it was still failing would have left with Python's code 1.
         first = RankEnd(record.rank, codes.get(record.rank, 1))
-        text = f"rank {first.rank} failed first ({first.describe()}):\n{record.text.rstrip()}"
+        told = f":\n{record.text.rstrip()}"
     # The agent ends the other ranks with SIGTERM; those did not fail.
     others = [end for end in sorted(ends) if end.rank != first.rank and end.exit_code != -signal.SIGTERM]
-    before = "".join(f"rank {end.rank} failed later ({end.describe()})\n" for end in others)
-    return Cause(first.exit_code if first.exit_code >= 0 else 128 - first.exit_code, before + text)
+    before = "".join(f"{_name(end, hosts)} failed later ({end.describe()})\n" for end in others)
+    text = f"{before}{_name(first, hosts)} failed first ({first.describe()}){told}"
+    return Cause(first.exit_code if first.exit_code >= 0 else 128 - first.exit_code, text)
+
+
+def _name(end: RankEnd, hosts: Mapping[int, str] | None) -> str:
+    host = (hosts or {}).get(end.rank)
+    return f"rank {end.rank} on {host}" if host else f"rank {end.rank}"

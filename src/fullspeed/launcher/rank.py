@@ -28,6 +28,7 @@ class RankOrder(NamedTuple):
     passes_local_rank: bool
     record_dir: str  # where a failing rank leaves its record
     log_prefix: str | None  # output goes to f"{log_prefix}{rank}.log" instead of the launcher's
+    cores: list[list[int]] | None = None  # by local rank, the cores it may run on; None: all of the launcher's
 
     def to_word(self) -> str:
         """One command-line word."""
@@ -63,6 +64,8 @@ def main(argv: Sequence[str]) -> None:
     _export_identity()
     if order.log_prefix is not None:
         _redirect_output(f"{order.log_prefix}{rank}.log")
+    if order.cores is not None:
+        _bind(order.cores[env.get_int("LOCAL_RANK", 0) or 0])
     if order.passes_local_rank:
         words.insert(0, f"--local_rank={env.get('LOCAL_RANK', '0')}")
     if order.kind == PROGRAM:
@@ -84,6 +87,12 @@ def _export_identity() -> None:
             "CROSS_SIZE": env.get("GROUP_WORLD_SIZE", "1") or "1",
         }
     )
+
+
+def _bind(cores: Sequence[int]) -> None:
+    """Run on these cores only, with one thread on each; memory then comes from the nearest bank by itself."""
+    os.sched_setaffinity(0, cores)
+    env.export({"OMP_NUM_THREADS": str(len(cores))})
 
 
 def _redirect_output(path: str) -> None:

@@ -50,7 +50,11 @@ class MuonWithAuxAdam(Optimizer):
     _shards: ShardView | None = None
 
     def __init__(self, param_groups: Iterable[dict[str, Any]]) -> None:
-        super().__init__([_complete(group) for group in param_groups], {})
+        super().__init__(param_groups, {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, its missing options filled in. Raises ConfigError for one that cannot work."""
+        super().add_param_group(_complete(param_group))
 
     def bind_shards(self, shards: ShardView) -> None:
         """From now on the parameters are pieces that `shards` knows."""

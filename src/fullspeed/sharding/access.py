@@ -25,14 +25,13 @@ _optimizers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # user's parameter -> 
 def register(optimizer: ShardedOptimizer) -> None:
     """Make the optimizer's parameters known to the accessors. Keeps nothing alive."""
     reference = weakref.ref(optimizer)
-    for params in optimizer.bit16_groups:
-        for param in params:
-            _optimizers[param] = reference
+    for param in optimizer.runtime.slot_of:  # frozen ones too: they may be trained later
+        _optimizers[param] = reference
 
 
 def _owner(param: nn.Parameter) -> ShardedOptimizer | None:
     optimizer: ShardedOptimizer | None = _optimizers[param]() if param in _optimizers else None
-    if optimizer is None or param not in optimizer.runtime.slot_of:
+    if optimizer is None or param not in optimizer.runtime.slot_of or not optimizer.runtime.trains(param):
         return None
     return optimizer
 

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
 
-from fullspeed.base.errors import UsageError
-from fullspeed.comm import (
-    Agreement,
-    AllReduceTransport,
-    Group,
-    broadcast,
-    get_rank,
-    get_world_size,
-    make_transport,
-)
+from fullspeed.comm import Group
 from fullspeed.config import Config
 from fullspeed.precision.policy import PrecisionPolicy, torch_dtype
-from fullspeed.sharding import placeholder
 from fullspeed.sharding.gatherer import LiveBudget
-from fullspeed.sharding.group import FlatGroup, GradScaling, GroupDtypes, GroupLinks
+from fullspeed.sharding.group import FlatGroup, GradScaling, GroupDtypes
+from fullspeed.sharding.intake import broadcast_first_values, check_params, first_values, managed_params
+from fullspeed.sharding.links import make_links
 from fullspeed.sharding.placement import placement_of
 from fullspeed.sharding.plan import MERGE_NUMEL, Grouping, PlannedGroup, make_plan
 from fullspeed.sharding.runtime import ReductionPolicy, ShardingRuntime
@@ -45,27 +37,29 @@ def build_runtime(
     Raises:
         UsageError: a parameter is not on `device`, belongs to another engine, or shares memory with another one.
     """
-    managed = _managed(model, optimized)
-    _check_parameters(managed, device)
-    _broadcast_initial_values(model, managed, group)
+    managed = managed_params(model, optimized)
+    check_params(managed, device)
+    broadcast_first_values(model, managed, group)
     zero = config.zero_optimization
     placement = placement_of(zero.stage)
     plan = make_plan(model, managed.values(), _grouping(config), _autocast_wires(model, config))
     persistent = _persistent_groups(plan.groups, zero.stage3_param_persistence_threshold,
                                     zero.stage3_model_persistence_threshold)  # fmt: skip
-    links = _make_links(group, device, use_reduce_scatter=zero.reduce_scatter)
-    scaling = _grad_scaling(config, links.world_size)
-    groups = [
-        FlatGroup(
-            index,
-            planned.params,
-            placement.persistent if index in persistent else placement,
-            _group_dtypes(planned, precision),
-            links,
-            scaling,
-        )
-        for index, planned in enumerate(plan.groups)
-    ]
+    links = make_links(zero, group, device)
+    scaling = _grad_scaling(config, links.num_ranks)
+    with first_values() as values_of:
+        groups = [
+            FlatGroup(
+                index,
+                planned.params,
+                placement.persistent if index in persistent else placement,
+                _group_dtypes(planned, precision),
+                links,
+                scaling,
+                values_of,
+            )
+            for index, planned in enumerate(plan.groups)
+        ]
     return ShardingRuntime(
         root=model,
         groups=groups,
@@ -80,52 +74,8 @@ def build_runtime(
             max_in_flight_numel=zero.reduce_bucket_size,
             each_backward=placement.grads,
         ),
-        agreement=Agreement(group),
+        links=links,
     )
-
-
-def _managed(model: nn.Module, optimized: Collection[nn.Parameter] | None) -> dict[str, nn.Parameter]:
-    """The parameters this runtime takes over, by name."""
-    members = None if optimized is None else set(optimized)
-    managed: dict[str, nn.Parameter] = {}
-    for fqn, param in model.named_parameters():
-        is_wanted = members is None or param in members
-        if is_wanted and placeholder.is_adopted(param):
-            raise UsageError(f"parameter {fqn} belongs to another engine; destroy() that one first")
-        if is_wanted or (not param.requires_grad and not placeholder.is_adopted(param)):
-            managed[fqn] = param
-    return managed
-
-
-def _check_parameters(params: Mapping[str, nn.Parameter], device: torch.device) -> None:
-    owners: dict[int, str] = {}
-    for fqn, param in params.items():
-        if param.device.type != device.type:
-            raise UsageError(
-                f"parameter {fqn} is on {param.device}, training runs on {device}; "
-                f"move the model there, or build it there, before initialize"
-            )
-        if not param.numel():
-            continue
-        first = owners.setdefault(param.untyped_storage().data_ptr(), fqn)
-        if first != fqn:
-            raise UsageError(
-                f"parameters {first} and {fqn} are different objects over the same memory; tie them by using one "
-                f"Parameter object in both places"
-            )
-
-
-@torch.no_grad()
-def _broadcast_initial_values(model: nn.Module, managed: Mapping[str, nn.Parameter], group: Group) -> None:
-    if get_world_size(group) == 1:
-        return
-    for tensor in (*managed.values(), *model.buffers()):
-        if not tensor.numel():
-            continue
-        dense = tensor.detach().contiguous()
-        broadcast(dense, 0, group)
-        if dense.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(dense)
 
 
 def _grouping(config: Config) -> Grouping:
@@ -174,22 +124,14 @@ def _persistent_groups(groups: Sequence[PlannedGroup], threshold: int, model_thr
     return persistent
 
 
-def _make_links(group: Group, device: torch.device, *, use_reduce_scatter: bool) -> GroupLinks:
-    rank, world_size = get_rank(group), get_world_size(group)
-    reduce = make_transport(group, device)
-    if not use_reduce_scatter:
-        reduce = AllReduceTransport(reduce, rank, world_size)
-    return GroupLinks(make_transport(group, device), reduce, rank, world_size)
-
-
-def _grad_scaling(config: Config, world_size: int) -> GradScaling:
-    """Where the division by the world size happens. By default before the sum: there it costs no pass over memory."""
+def _grad_scaling(config: Config, num_ranks: int) -> GradScaling:
+    """Where the division by the ranks happens. By default before the sum: there it costs no pass over memory."""
     if config.gradient_allreduce_op == "sum":
         return GradScaling(pre=1.0, post=1.0)
     factor = config.gradient_predivide_factor
     if factor == 1.0 or config.prescale_gradients:
-        return GradScaling(pre=1.0 / world_size, post=1.0)
-    return GradScaling(pre=1.0 / factor, post=factor / world_size)
+        return GradScaling(pre=1.0 / num_ranks, post=1.0)
+    return GradScaling(pre=1.0 / factor, post=factor / num_ranks)
 
 
 def _group_dtypes(planned: PlannedGroup, precision: PrecisionPolicy) -> GroupDtypes:

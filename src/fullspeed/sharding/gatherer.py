@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import enum
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from fullspeed.base.errors import UsageError
 from fullspeed.comm import Agreement, Posted
+from fullspeed.sharding.attendant import Attendant
 from fullspeed.sharding.group import FlatGroup
 from fullspeed.sharding.trace import UseTrace
 
@@ -63,13 +65,26 @@ class Gatherer:
         numels = [group.numel for group in groups]
         self._training_trace, self._evaluation_trace = UseTrace(numels), UseTrace(numels)
         self.trace = self._training_trace
+        me = weakref.ref(self)  # the attendant's thread must not keep the model alive
+        self._attendant = Attendant(
+            # Not for a rank that waits at its step: there the rank itself has to come.
+            lambda: agreement.is_called(above=Idle.BACKWARD_DONE),
+            lambda: _call(me, Gatherer.serve_once),
+            lambda: _call(me, lambda gatherer: gatherer.drain(Idle.AT_STEP)),
+        )
         self.live_numel = 0
         self.peak_live_numel = 0
         self._live_bytes = 0
         self.peak_live_bytes = 0
 
+    def leave(self) -> None:
+        """The rank leaves the model after an evaluation: from now on a thread serves the others' gathers."""
+        if self.communicates:
+            self._attendant.leave()
+
     def follow(self, *, is_training: bool) -> None:
         """What is used from now on belongs to a pass that a backward ends, or to an evaluation."""
+        self._attendant.come_back()
         self.trace = self._training_trace if is_training else self._evaluation_trace
 
     # ------------------------------------------------------------------- use
@@ -94,6 +109,15 @@ class Gatherer:
                 assert group.is_gathering, "a demand is always honoured in its round"
             else:
                 self._begin(group)
+        group.finish_unshard()
+
+    def fetch(self, group: FlatGroup) -> None:
+        """Make the group whole with its exact values. No rounds: every rank calls this, in the same order."""
+        if not group.is_transient or group.is_whole:
+            return
+        if not group.is_gathering:
+            self._make_room(group.numel)
+            self._begin(group, exact=True)
         group.finish_unshard()
 
     def _prefetch(self) -> None:
@@ -184,6 +208,8 @@ class Gatherer:
         return 2 * group.index
 
     def _post(self, code: int) -> Posted:
+        if self.trace is self._evaluation_trace:
+            self._agreement.announce()
         return self._agreement.post([code, self._num_launched()])
 
     def _resolve(self) -> list[int]:
@@ -202,23 +228,27 @@ class Gatherer:
 
     def _settle(self, rows: list[list[int]]) -> list[int]:
         """What follows from what every rank said: the same on all of them."""
+        settled = self._agreed(rows)
+        for index in settled:
+            self._begin(self._groups[index])
+        return settled
+
+    def _agreed(self, rows: list[list[int]]) -> list[int]:
         codes = [row[0] for row in rows]
         self.num_launched_by_all = min(row[1] for row in rows)
         self._codes, self._launched = codes, [row[1] for row in rows]
         settled = sorted({other // 2 for other in codes if other >= 0 and other % 2})
         if not settled and codes[0] >= 0 and all(other == codes[0] for other in codes):
             settled = [codes[0] // 2]
-        for index in settled:
-            self._begin(self._groups[index])
         return settled
 
-    def _begin(self, group: FlatGroup) -> None:
+    def _begin(self, group: FlatGroup, *, exact: bool = False) -> None:
         if not group.is_whole and not group.is_gathering:
             self.live_numel += group.numel
             self.peak_live_numel = max(self.peak_live_numel, self.live_numel)
             self._live_bytes += group.live_nbytes
             self.peak_live_bytes = max(self.peak_live_bytes, self._live_bytes)
-        group.begin_unshard()
+        group.begin_unshard(exact=exact)
 
     def drain(self, reason: Idle) -> None:
         """Serve the other ranks' demands for as long as `reason` says.
@@ -228,6 +258,7 @@ class Gatherer:
         """
         if not self.communicates:
             return
+        self._attendant.come_back()
         while True:
             for index in self._round(reason):
                 group = self._groups[index]
@@ -237,6 +268,11 @@ class Gatherer:
                 self._check_backwards()
                 if self._may_leave(reason):
                     return
+
+    def serve_once(self) -> None:
+        """Take part in a round as a rank that asks for nothing, and in the gathers it settles; touches no parameter."""
+        for index in self._agreed(self._post(Idle.FORWARD_DONE).rows()):
+            self._groups[index].serve()
 
     def _may_leave(self, reason: Idle) -> bool:
         if reason is Idle.AT_STEP:
@@ -255,3 +291,10 @@ class Gatherer:
                 f"rank {', '.join(map(str, behind))} called step after fewer backwards than the other ranks; "
                 f"every rank must call backward equally often (backward a zero loss where there is no data)"
             )
+
+
+def _call(reference: weakref.ref[Gatherer], action: Callable[[Gatherer], None]) -> None:
+    """Do something with a gatherer, if it is still there."""
+    gatherer = reference()
+    if gatherer is not None:
+        action(gatherer)

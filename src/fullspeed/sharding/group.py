@@ -19,16 +19,19 @@ views of it stay valid (arXiv:1910.02054, section 5, for what is sharded when).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from fullspeed.base.layout import FlatLayout, Piece
-from fullspeed.comm import Pending, Transport
+from fullspeed.comm import Pending
 from fullspeed.sharding import placeholder
+from fullspeed.sharding.links import GroupLinks
 from fullspeed.sharding.placement import Placement
+
+# A parameter's first values, whole; None leaves it zero.
+ValuesOf = Callable[[nn.Parameter], "torch.Tensor | None"]
 
 
 class GroupDtypes(NamedTuple):
@@ -48,16 +51,6 @@ class GradScaling(NamedTuple):
     post: float
 
 
-@dataclass(frozen=True)
-class GroupLinks:
-    """How a group's buffers travel. Gathers and reductions have a channel each, so neither waits for the other."""
-
-    gather: Transport
-    reduce: Transport
-    rank: int
-    world_size: int
-
-
 class FlatGroup:
     """Parameters of one unit with one dtype, flat. Verbs: unshard, reshard, reduce_grads, publish."""
 
@@ -69,24 +62,27 @@ class FlatGroup:
         dtypes: GroupDtypes,
         links: GroupLinks,
         scaling: GradScaling,
+        values_of: ValuesOf = torch.Tensor.detach,
     ) -> None:
+        """`values_of` gives the values a parameter starts with, where they are not in the parameter itself."""
         self.index = index
         self.fqns = [fqn for fqn, _ in params]
         self.params = [param for _, param in params]
-        self.is_trainable = self.params[0].requires_grad
+        self.trained = [param.requires_grad for param in self.params]  # all alike, until some are unfrozen
+        self.is_trainable = any(self.trained)  # whether there are masters and gradients
         self.placement, self.dtypes, self.links, self.scaling = placement, dtypes, links, scaling
         self.device = self.params[0].device
         self.layout = FlatLayout([(fqn, tuple(p.shape)) for fqn, p in params], links.world_size)
         self.numel = self.layout.padded_numel
         self._own = slice(*self.layout.shard_range(links.rank))
+        self._source = links.shard_source()
 
         self.users = 0  # scopes that are computing with the group right now
         self.held_by_backward = False
         self._gathering: Pending | None = None
         self._wire: torch.Tensor | None = None  # gathered values on their way to a wider `full`
-        self._is_whole = True
 
-        self._build_values()
+        self._build_values(values_of)
         self.local: torch.Tensor | None = None
         self.reduced: torch.Tensor | None = None
         self._fresh = [True] * len(self.params)  # slot has nothing in `local` yet
@@ -95,42 +91,57 @@ class FlatGroup:
         self._is_exposed = False  # reduced gradients are visible as `param.grad`
         self._reducing: Pending | None = None
         self._incoming: torch.Tensor | None = None
-        if self.is_trainable and not placement.grads:
-            self.local = links.reduce.empty(self.numel, dtypes.accum, self.device).zero_()
+        if self.is_trainable:
+            self._make_local()
 
     # ------------------------------------------------------------------ values
 
-    def _build_values(self) -> None:
-        """Move the parameters into the flat buffers; afterwards they are views of `full`."""
+    def _build_values(self, values_of: ValuesOf) -> None:
+        """Move the parameters into the flat buffers, one at a time; afterwards they are views of `full`."""
         dtypes = self.dtypes
         # Not from the transport: weights are multiplied with at every step and sent once, so they want the best pages.
-        self.full = torch.zeros(self.numel, dtype=dtypes.compute, device=self.device)
-        exact = self.full  # values before they are rounded to storage: what masters start from
-        if self.is_trainable and dtypes.master != dtypes.compute:
-            exact = torch.zeros(self.numel, dtype=dtypes.master, device=self.device)
-        for param, slot in zip(self.params, self.layout.slots, strict=True):
-            values = param.detach().reshape(-1)
-            exact[slot.offset : slot.end].copy_(values)
-            if exact is not self.full:
-                self.full[slot.offset : slot.end].copy_(values)
-            param.data = self.full[slot.offset : slot.end].view(slot.shape)
-        self.store = self._resident_store()
+        # Memory that is only reserved costs nothing: where `full` is freed again, nothing is written into it.
+        make_full = torch.empty if self.is_transient else torch.zeros
+        self.full = make_full(self.numel, dtype=dtypes.compute, device=self.device)
+        self._full_nbytes = self.full.untyped_storage().nbytes()
+        self._is_whole = not self.is_transient
+        self.store = self._make_store()
         self.master: torch.Tensor | None = None
         if self.is_trainable:
-            own = exact[self._own] if self.placement.optim else exact
-            same = dtypes.master == dtypes.storage
-            self.master = self._own_store() if same else own.to(dtypes.master, copy=True)
+            self.master = self._make_master()
+        for index, (param, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
+            # Masters start from the values before they are rounded to storage.
+            values = values_of(param)
+            if values is not None:
+                self.write_slot(index, values)
+            param.data = self.full[slot.offset : slot.end].view(slot.shape)
         if self.is_transient:
-            self._full_nbytes = self.full.untyped_storage().nbytes()
-            self.reshard()
+            self._free_full()
 
-    def _resident_store(self) -> torch.Tensor:
+    def _make_master(self) -> torch.Tensor:
+        own = self._own_store()
+        return own if self.dtypes.master == self.dtypes.storage else own.to(self.dtypes.master)
+
+    def _make_local(self) -> None:
+        if not self.placement.grads:
+            self.local = self.links.reduce.empty(self.numel, self.dtypes.accum, self.device).zero_()
+
+    def train(self, slot: int) -> None:
+        """From now on a frozen parameter is trained; the group's masters start from its resident values."""
+        self.trained[slot] = True
+        self.params[slot].grad = None
+        if not self.is_trainable:
+            self.is_trainable = True
+            self.master = self._make_master()
+            self._make_local()
+
+    def _make_store(self) -> torch.Tensor:
         if not self.is_transient:
             return self.full
-        source = self.full[self._own] if self.placement.params else self.full
+        numel = self.layout.shard_numel if self.placement.params else self.numel
         if not self.placement.optim:
-            return source.to(self.dtypes.storage, copy=True)
-        return self.links.gather.empty(source.numel(), self.dtypes.storage, self.device).copy_(source)
+            return torch.zeros(numel, dtype=self.dtypes.storage, device=self.device)
+        return self.links.gather.empty(numel, self.dtypes.storage, self.device).zero_()
 
     def _own_store(self) -> torch.Tensor:
         """The part of `store` that this rank's optimizer owns: all of it when optimizer states are whole."""
@@ -164,11 +175,11 @@ class FlatGroup:
         return self._gathering is not None
 
     @torch.no_grad()
-    def begin_unshard(self) -> None:
+    def begin_unshard(self, *, exact: bool = False) -> None:
         """Start making the group whole. Collective when parameters are sharded.
 
         May be repeated on a whole group, which then only serves its shard to the other ranks: the values it receives
-        are those it has.
+        are those it has. `exact` asks for the resident values themselves, where computing makes do with less.
         """
         if self._gathering is not None:
             self.finish_unshard()
@@ -176,11 +187,10 @@ class FlatGroup:
             self.full.untyped_storage().resize_(self._full_nbytes)
         if not self.placement.params:
             return
-        if self.dtypes.compute == self.dtypes.storage:
-            self._gathering = self.links.gather.all_gather(self.full, self.store)
-        else:
+        if self.dtypes.compute != self.dtypes.storage:
             self._wire = torch.empty(self.numel, dtype=self.dtypes.storage, device=self.device)
-            self._gathering = self.links.gather.all_gather(self._wire, self.store)
+        target = self.full if self._wire is None else self._wire
+        self._gathering = (self.links.gather if exact else self._source).all_gather(target, self.store)
 
     @torch.no_grad()
     def finish_unshard(self) -> None:
@@ -198,6 +208,11 @@ class FlatGroup:
             for param in self.params:
                 placeholder.show(param)
 
+    def serve(self) -> None:
+        """Give this rank's shard to the ranks that gather the group now; nothing here changes. Collective."""
+        unused = torch.empty(self.numel, dtype=self.dtypes.storage, device=self.device)
+        self._source.all_gather(unused, self.store).wait()
+
     def reshard(self) -> None:
         """Free `full`. Does nothing when parameters stay whole in their compute dtype."""
         if not self.is_transient or not self._is_whole:
@@ -205,6 +220,9 @@ class FlatGroup:
         if self._gathering is not None:
             self.finish_unshard()
         self._is_whole = False
+        self._free_full()
+
+    def _free_full(self) -> None:
         for param in self.params:
             placeholder.hide(param)
         self.full.untyped_storage().resize_(0)
@@ -217,6 +235,7 @@ class FlatGroup:
         are refilled by their next unshard).
         """
         assert self.master is not None
+        self.forget_copies()
         own = self._own_store()
         if own.data_ptr() != self.master.data_ptr():
             own.copy_(self.master)
@@ -227,6 +246,10 @@ class FlatGroup:
         if self.placement.optim and not self.placement.params:
             return self.links.gather.all_gather(self.store, own)
         return None
+
+    def forget_copies(self) -> None:
+        """The resident values change: the next unshard reads them, not a copy made before. On all ranks alike."""
+        self._source.forget()
 
     # --------------------------------------------------------------- gradients
 
@@ -283,6 +306,8 @@ class FlatGroup:
             self._reducing = self.links.reduce.all_reduce(wire)
         self.has_local = False
         self._fresh = [True] * len(self.params)
+        if self.placement.grads:
+            self.local = None  # the transfer keeps it for as long as it is read
 
     def _reduction_target(self, local: torch.Tensor) -> torch.Tensor:
         """Where the reduced shard lands: in place when nothing was reduced before, else in a tensor to be added."""
@@ -327,8 +352,6 @@ class FlatGroup:
                 self.reduced = incoming.to(self.dtypes.accum)
         else:
             self.reduced = incoming
-        if self.placement.grads and not self.has_local:
-            self.local = None
 
     def clear_grads(self) -> None:
         """Forget all gradients; the buffers of whole gradients stay allocated."""
@@ -380,9 +403,15 @@ class FlatGroup:
             return self.layout.pieces(self.links.rank)
         return self.layout.pieces_between(0, self.numel)
 
+    def rename(self, slot: int, fqn: str) -> None:
+        """Call a parameter by another name."""
+        self.fqns[slot] = fqn
+        self.layout.slots[slot] = self.layout.slots[slot]._replace(fqn=fqn)
+
     @torch.no_grad()
     def write_slot(self, slot: int, value: torch.Tensor) -> None:
         """Set one parameter's values everywhere this rank keeps them. `value` is whole and equal on all ranks."""
+        self.forget_copies()
         where, flat = self.layout.slots[slot], value.reshape(-1)
         own_start, _ = self.layout.shard_range(self.links.rank)
         for tensor, is_shard in self._resident_tensors():
@@ -409,8 +438,8 @@ class FlatGroup:
         return self.reduced
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes this rank holds for the group's params, grads, master copies and live full values, by name."""
-        sizes = {"params": _nbytes(self.store), "grads": 0, "master": 0, "live": 0}
+        """Bytes this rank holds for the group, by name; see `Engine.memory_bytes`."""
+        sizes = {"params": _nbytes(self.store), "secondary": self._source.nbytes(), "grads": 0, "master": 0, "live": 0}
         if self.master is not None and self.master.dtype != self.dtypes.storage:
             sizes["master"] = _nbytes(self.master)
         grads = [t for t in (self.local, self.reduced) if t is not None]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,9 @@ from fullspeed.optim.shards import ShardAware
 from fullspeed.precision.loss_scale import LossScale, LossScaleChange
 from fullspeed.sharding.group import FlatGroup
 from fullspeed.sharding.runtime import ShardingRuntime
+from fullspeed.sharding.scopes import uncompiled
 from fullspeed.sharding.shard_view import RuntimeShards
+from fullspeed.sharding.unfreeze import unfreeze
 
 
 @dataclass(frozen=True)
@@ -77,42 +79,50 @@ class ShardedOptimizer(Optimizer):
         self._clipped_grad_norm: float | None = None  # after clipping
         self.owned: list[OwnedPiece] = []
         self._whole_params: list[list[nn.Parameter]] = []
+        self._piece_of: dict[nn.Parameter, OwnedPiece] = {}
+        self.before_new_group: Callable[[], None] = lambda: None  # may refuse a new param group; set by the engine
         self._replace_params()
-        self._piece_of = {owned.param: owned for owned in self.owned}
-        if isinstance(inner, ShardAware):
-            inner.bind_shards(RuntimeShards(runtime, self._whole_params, self._piece_of, dp_group))
+        self.bind_shards()
 
     def _replace_params(self) -> None:
         """In every param group, put this rank's pieces in the place of whole parameters."""
+        state = dict(self.optimizer.state)
+        self.optimizer.state.clear()
+        for param_group in self.optimizer.param_groups:
+            whole: list[nn.Parameter] = list(param_group["params"])
+            self._whole_params.append(whole)
+            param_group["params"] = self.own(whole)
+        for owned in self.owned:
+            if owned.param in state:
+                self.optimizer.state[owned.tensor] = _own_state(state[owned.param], owned)
+
+    def own(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Take over this rank's pieces of those that are trained; returns what the inner optimizer steps for them."""
         pieces = {
             (group.index, piece.slot): (group, piece)
             for group in self.runtime.trainable
             for piece in group.optimizer_pieces()
         }
-        self._inert: list[nn.Parameter] = []  # given to the optimizer, but frozen or unknown to the model
-        state = dict(self.optimizer.state)
-        self.optimizer.state.clear()
-        for param_group in self.optimizer.param_groups:
-            whole: list[nn.Parameter] = list(param_group["params"])
-            mine: list[nn.Parameter] = []
-            for param in whole:
-                place = self.runtime.slot_of.get(param)
-                if place is None or not place[0].is_trainable:
-                    self._inert.append(param)
-                    continue
-                found = pieces.get((place[0].index, place[1]))
-                if found is None:
-                    continue
-                owned = _own(param, *found)
-                self.owned.append(owned)
-                mine.append(owned.tensor)
-                if param in state:
-                    self.optimizer.state[owned.tensor] = _own_state(state[param], owned)
-            self._whole_params.append(whole)
-            param_group["params"] = mine
+        taken = []
+        for param in params:
+            place = self.runtime.slot_of.get(param)
+            found = pieces.get((place[0].index, place[1])) if place is not None else None
+            if found is None or not self.runtime.trains(param):
+                continue  # frozen, unknown to the model, or all of it lies on other ranks
+            owned = _own(param, *found)
+            self.owned.append(owned)
+            self._piece_of[param] = owned
+            taken.append(owned.tensor)
+        return taken
+
+    def bind_shards(self) -> None:
+        """Tell an optimizer that needs whole parameters which of them it holds what of."""
+        if isinstance(self.optimizer, ShardAware):
+            self.optimizer.bind_shards(RuntimeShards(self.runtime, self._whole_params, self._piece_of))
 
     # ------------------------------------------------------------------- step
 
+    @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters with the gradients reduced so far, then clear them. Collective.
@@ -154,13 +164,14 @@ class ShardedOptimizer(Optimizer):
                 f"use these parameters in forward, freeze them, or set the key to true"
             )
         for group in self.runtime.groups:
-            if not group.is_trainable:
-                for fqn, param in zip(group.fqns, group.params, strict=True):
-                    if param.requires_grad:
-                        raise UsageError(
-                            f"parameter {fqn} was frozen at initialize and requires gradients now; "
-                            f"unfreeze before initialize, or build a new engine"
-                        )
+            if all(group.trained):
+                continue
+            for fqn, param, is_trained in zip(group.fqns, group.params, group.trained, strict=True):
+                if param.requires_grad and not is_trained:
+                    raise UsageError(
+                        f"parameter {fqn} was frozen at initialize and requires gradients now, which it did not get; "
+                        f"call engine.unfreeze([{fqn!r}]) before the forward"
+                    )
 
     def _reduced_norm(self) -> float | None:
         """L2 norm of the reduced, still loss-scaled gradients of all ranks; None when nobody asked for it."""
@@ -176,7 +187,8 @@ class ShardedOptimizer(Optimizer):
         for norm in norms:
             total += norm.double().square()
         if any(group.placement.optim for group in self.runtime.trainable):
-            all_reduce(total, ReduceOp.SUM, self.dp_group)
+            # Over replicas too, though they hold equal shards: so all ranks clip by the same number, to the last bit.
+            all_reduce(total, ReduceOp.SUM, self.dp_group).div_(self.runtime.links.num_replicas)
         return math.sqrt(total.item()) if math.isfinite(total.item()) else float(total.item())
 
     def _clip_factor(self) -> float:
@@ -315,11 +327,17 @@ class ShardedOptimizer(Optimizer):
         self.runtime.clear_grads()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: parameters join at initialize."""
-        raise UsageError(
-            f"a param group of {len(param_group.get('params', []))} parameters cannot join a running engine; build a "
-            f"new engine with initialize"
-        )
+        """Train parameters that were frozen at initialize, as a new param group. Collective; see `Engine.unfreeze`."""
+        given = param_group["params"]
+        params: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
+        members = {param for whole in self._whole_params for param in whole}
+        if any(param in members for param in params):
+            raise UsageError("some parameters are in a param group already; engine.unfreeze trains them there")
+        self.unfreeze(params, None, {name: value for name, value in param_group.items() if name != "params"})
+
+    def unfreeze(self, params: Sequence[nn.Parameter], into: int | None, options: Mapping[str, Any]) -> None:
+        """Train parameters that were frozen at initialize. Collective; see `Engine.unfreeze`."""
+        unfreeze(self, params, into, options)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's shards of the optimizer's state, with the loss scale."""

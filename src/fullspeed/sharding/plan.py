@@ -2,7 +2,8 @@
 
 A unit is a module whose parameters are needed at the same time: a transformer block, an embedding, a head. Units come
 from, in this order: leaf modules the user declared; the classes a Hugging Face model lists in `_no_split_modules`; the
-members of every `ModuleList` and `Sequential`; and each remaining module that owns parameters itself.
+members of every `ModuleList` and `Sequential`; and each remaining module that owns parameters itself. Inside such a
+unit, declared leaves and the tiles of a `TiledLinear` are units of their own: they come and go while it computes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+
+from fullspeed.sharding.leaves import class_paths, z3_leaf_module
+from fullspeed.sharding.tiled_linear import TiledLinear
 
 # Consecutive units smaller than this are gathered and reduced together: below it a message is all latency.
 MERGE_NUMEL = 1 << 18
@@ -52,7 +56,7 @@ class PlannedGroup:
 
 @dataclass(frozen=True)
 class Plan:
-    """Groups in registration order, and the units in module order."""
+    """Groups in registration order, and the units in module order, those inside another before it."""
 
     groups: list[PlannedGroup]
     units: list[nn.Module]
@@ -100,7 +104,7 @@ def make_plan(
 
 
 def _units(root: nn.Module, grouping: Grouping) -> Iterator[nn.Module]:
-    """Outermost unit modules, in registration order; modules with parameters of their own outside them follow suit."""
+    """Unit modules, in registration order; modules with parameters of their own outside them follow suit."""
     block_classes = _block_classes(root)
     seen: set[int] = set()
 
@@ -109,13 +113,13 @@ def _units(root: nn.Module, grouping: Grouping) -> Iterator[nn.Module]:
             return
         seen.add(id(module))
         has_own = any(True for _ in module.parameters(recurse=False))
-        is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
-        if module is not root and (
-            _is_leaf(module, name, grouping)
-            or type(module).__name__ in block_classes
-            or (is_member and not is_container and not block_classes)
-        ):
+        is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential | TiledLinear)
+        is_leaf = _is_leaf(module, name, grouping) if module is not root else z3_leaf_module(root)
+        is_block = type(module).__name__ in block_classes or (is_member and not is_container and not block_classes)
+        if is_leaf or (is_block and module is not root):
             if any(True for _ in module.parameters()):
+                inside = () if is_leaf else dict.fromkeys(_units_inside(module, name, grouping))
+                yield from (inner for inner in inside if id(inner) not in seen)
                 seen.update(id(inner) for inner in module.modules())
                 yield module
             return
@@ -126,6 +130,18 @@ def _units(root: nn.Module, grouping: Grouping) -> Iterator[nn.Module]:
             yield from walk(child, path, is_member=is_container)
 
     yield from walk(root, "", is_member=False)
+
+
+def _units_inside(unit: nn.Module, name: str, grouping: Grouping) -> Iterator[nn.Module]:
+    """Modules gathered by themselves although the unit around them is: declared leaves, tiles."""
+    for child_name, child in unit.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        if _is_declared_leaf(child, path, grouping):
+            yield child
+        elif isinstance(child, TiledLinear):
+            yield from (tile for row in child.tile_rows() for tile in row)
+        else:
+            yield from _units_inside(child, path, grouping)
 
 
 def _block_classes(root: nn.Module) -> set[str]:
@@ -140,14 +156,15 @@ def _block_classes(root: nn.Module) -> set[str]:
 
 
 def _is_leaf(module: nn.Module, name: str, grouping: Grouping) -> bool:
-    kind = type(module)
-    qualified = f"{kind.__module__}.{kind.__qualname__}"
+    return _is_declared_leaf(module, name, grouping) or _is_fine_grained(module, grouping.granularity)
+
+
+def _is_declared_leaf(module: nn.Module, name: str, grouping: Grouping) -> bool:
     return (
-        kind.__name__ in grouping.leaf_classes
-        or qualified in grouping.leaf_classes
+        z3_leaf_module(module)
+        or any(path in grouping.leaf_classes for path in class_paths(type(module)))
         or name in grouping.leaf_names
         or any(name.endswith(suffix) for suffix in grouping.leaf_suffixes)
-        or _is_fine_grained(module, grouping.granularity)
     )
 
 
@@ -158,6 +175,18 @@ def _is_fine_grained(module: nn.Module, granularity: int) -> bool:
     return num_modules > 1 and sum(param.numel() for param in module.parameters()) / num_modules < granularity
 
 
-def scope_groups(module: nn.Module, group_of: dict[nn.Parameter, int], *, recurse: bool) -> Sequence[int]:
-    """Indices of the groups that hold any parameter of `module` (of its whole subtree when `recurse`)."""
-    return sorted({group_of[param] for param in module.parameters(recurse=recurse) if param in group_of})
+def scope_groups(module: nn.Module, group_of: dict[nn.Parameter, int], units: Collection[nn.Module]) -> Sequence[int]:
+    """Indices of the groups that must be whole while `module` computes.
+
+    A unit needs those of its whole subtree, but for other units inside; another module those of its own parameters.
+    """
+    owners = _without_units_inside(module, units) if module in units else [module]
+    params = (param for owner in owners for param in owner.parameters(recurse=False))
+    return sorted({group_of[param] for param in params if param in group_of})
+
+
+def _without_units_inside(module: nn.Module, units: Collection[nn.Module]) -> Iterator[nn.Module]:
+    yield module
+    for child in module.children():
+        if child not in units:
+            yield from _without_units_inside(child, units)

@@ -16,19 +16,20 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from fullspeed.base.errors import UsageError
-from fullspeed.comm import Agreement
-from fullspeed.sharding import placeholder
+from fullspeed.comm import Agreement, Group
+from fullspeed.sharding import attributes, placeholder
 from fullspeed.sharding.gatherer import Gatherer, Idle, LiveBudget
 from fullspeed.sharding.group import FlatGroup
+from fullspeed.sharding.links import GroupLinks
 from fullspeed.sharding.order import ReductionOrder
 from fullspeed.sharding.outputs import tensors_in
-from fullspeed.sharding.plan import scope_groups
+from fullspeed.sharding.scopes import Scopes, not_compiled, uncompiled
 
 _NO_PASS = -2
 
@@ -70,29 +71,24 @@ class ShardingRuntime:
         units: Sequence[nn.Module],
         budget: LiveBudget,
         policy: ReductionPolicy,
-        agreement: Agreement,
+        links: GroupLinks,
     ) -> None:
         self.root = root
         self.groups = list(groups)
-        self.trainable = [group for group in groups if group.is_trainable]
         self.policy = policy
-        self._agreement = agreement
+        self.links = links
+        self._agreement = Agreement(links.dp_group)
         self.device = groups[0].device if groups else torch.device("cpu")
         self.watch_nonfinite = False  # note the first parameter whose gradient arrives inf or nan
         self.first_nonfinite: str | None = None
         self.slot_of = {
             param: (group, slot) for group in groups for slot, param in enumerate(group.params)
         }  # parameter -> where it lives
-        self.order = ReductionOrder([group.index for group in reversed(self.trainable)])
         self._num_launched = 0  # reductions started so far, over all passes
-        self._order_is_learned = False
-        self.gatherer = Gatherer(groups, budget, agreement, lambda: self._num_launched)
+        self._expect_gradients()
+        self.gatherer = Gatherer(groups, budget, Agreement(links.shard_group), lambda: self._num_launched)
         self._in_flight: list[tuple[int, FlatGroup]] = []  # (how many were launched before, group), oldest first
         self._advanced: list[FlatGroup] = []  # summed, but peers may still be reading
-        self._fired = dict.fromkeys((group.index for group in self.trainable), 0)
-        self._expected = {  # gradients per pass: one each at first, then as many as in the last pass
-            group.index: len(group.params) for group in self.trainable
-        }
         self._last_fired: dict[int, int] = {}  # group -> when its last gradient of a pass came
         self._clock = itertools.count()
         self._depth = 0
@@ -106,32 +102,49 @@ class ShardingRuntime:
             group.full.untyped_storage()._cdata: group for group in groups if group.is_transient
         }
         self._handles: list[Any] = []
-        self._hook_modules(units)
+        self.scopes = Scopes(root, units, self.groups, self._enter, self._leave)
         self._hook_parameters()
 
     # ------------------------------------------------------------------ hooks
 
-    def _hook_modules(self, units: Sequence[nn.Module]) -> None:
-        index_of = {param: group.index for group in self.groups for param in group.params}
-        unit_ids = {id(unit) for unit in units}
-        for module in self.root.modules():
-            recurse = id(module) in unit_ids
-            needed = [self.groups[i] for i in scope_groups(module, index_of, recurse=recurse)]
-            needed = [group for group in needed if group.is_transient]
-            if needed or module is self.root:
-                pre = module.register_forward_pre_hook(partial(self._enter, needed), prepend=True)
-                post = module.register_forward_hook(partial(self._leave, needed), always_call=True)
-                self._handles += [pre, post]
-
     def _hook_parameters(self) -> None:
-        # Python's cycle collector cannot look into a tensor's hooks: a strong reference would keep us alive for ever.
-        me = weakref.ref(self)
         for param, (group, slot) in self.slot_of.items():
-            placeholder.adopt(param, self._resolve)
-            if group.is_trainable:
-                before, after = partial(_before_accumulate, me, group.index), partial(_on_grad, me, group.index, slot)
-                self._handles.append(param.register_hook(before))
-                self._handles.append(param.register_post_accumulate_grad_hook(after))
+            placeholder.adopt(param, self)
+            if group.placement.params:
+                attributes.attach(group, slot)
+            if group.trained[slot]:
+                self._hook_gradients(param)
+
+    def _hook_gradients(self, param: nn.Parameter) -> None:
+        # Python's cycle collector cannot look into a tensor's hooks: a strong reference would keep us alive for ever.
+        me, (group, slot) = weakref.ref(self), self.slot_of[param]
+        before, after = partial(_before_accumulate, me, group.index), partial(_on_grad, me, group.index, slot)
+        self._handles.append(param.register_hook(not_compiled(before)))
+        self._handles.append(param.register_post_accumulate_grad_hook(not_compiled(after)))
+
+    def trains(self, param: nn.Parameter) -> bool:
+        """Whether one of our parameters is trained: since initialize, or since `train`."""
+        group, slot = self.slot_of[param]
+        return group.trained[slot]
+
+    def train(self, params: Sequence[nn.Parameter]) -> None:
+        """Train frozen parameters, which require gradients already, from now on. Collective, between passes."""
+        self.sync()
+        self.gatherer.free_idle()
+        for param in params:
+            group, slot = self.slot_of[param]
+            group.train(slot)
+            self._hook_gradients(param)
+        self._expect_gradients()
+
+    def _expect_gradients(self) -> None:
+        """Start over with what gradients are expected and in which order groups are reduced."""
+        self.trainable = [group for group in self.groups if group.is_trainable]
+        self.order = ReductionOrder([group.index for group in reversed(self.trainable)])
+        self._order_is_learned = False
+        self._fired = dict.fromkeys((group.index for group in self.trainable), 0)
+        # Gradients per pass: one for each parameter at first, then as many as in the last pass.
+        self._expected = {group.index: sum(group.trained) for group in self.trainable}
 
     def _enter(self, needed: Sequence[FlatGroup], module: nn.Module, args: Any) -> None:
         if self._depth == 0:
@@ -145,6 +158,10 @@ class ShardingRuntime:
     def _leave(self, needed: Sequence[FlatGroup], module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
         is_outermost = self._depth == 0
+        views = list(self._views_in(output))
+        if not is_outermost:
+            for group, _ in views:
+                self._borrow(group)
         for group in needed:
             group.users -= 1
         if torch.is_grad_enabled():
@@ -152,12 +169,14 @@ class ShardingRuntime:
             if wanted or is_outermost:
                 borrowed = list(self._borrowed) if is_outermost else []
                 for tensor in tensors_in(output):
-                    if tensor.requires_grad:
+                    # A leaf's gradient is the last one, and a parameter of ours would keep the hook for ever.
+                    if tensor.requires_grad and not tensor.is_leaf:
                         tensor.register_hook(partial(self._on_output_grad, [*wanted, *borrowed]))
         for group in needed:
             self._release_after_forward(group)
         if is_outermost:
             self._end_outermost()
+            self._refuse_views(views)
 
     def _begin_outermost(self) -> None:
         if _graph_task() != -1:
@@ -181,6 +200,7 @@ class ShardingRuntime:
             if not torch.is_grad_enabled():
                 self.gatherer.free_idle()
                 self.gatherer.trace.end_pass()
+                self.gatherer.leave()
 
     def _release_after_forward(self, group: FlatGroup) -> None:
         """Release, unless a backward is recomputing this forward and will need the values at once."""
@@ -190,6 +210,21 @@ class ShardingRuntime:
             group.held_by_backward = True
         else:
             self.gatherer.release(group)
+
+    @uncompiled
+    def run(self, tensors: list[torch.Tensor], operation: placeholder.Operation) -> Any:
+        """Carry out an operation on sharded parameters of ours; see `placeholder.Owner`."""
+        self._resolve(cast("list[nn.Parameter]", tensors))
+        return operation.carry_out()
+
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A whole, ordinary copy of one of our parameters; see `placeholder.Owner`."""
+        self._resolve([cast(nn.Parameter, tensor)])
+        return nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
+
+    def deep_copy_of(self, param: nn.Parameter) -> nn.Parameter:
+        """A whole, ordinary copy of one of our parameters; see `placeholder.Owner`."""
+        return cast(nn.Parameter, self.copy_of(param))
 
     def _resolve(self, params: list[nn.Parameter]) -> None:
         """A sharded parameter is used outside the modules that own it: gather it, or say why that cannot be."""
@@ -204,10 +239,68 @@ class ShardingRuntime:
             if self._depth == 0:
                 self._need([group])
             else:
-                if group not in self._borrowed:
-                    self._borrowed.append(group)
-                    group.users += 1
+                self._borrow(group)
                 self.gatherer.use(group)
+
+    @property
+    def group(self) -> Group:
+        """All ranks that train the model."""
+        return self.links.dp_group
+
+    def place_of(self, param: torch.Tensor) -> tuple[FlatGroup, int]:
+        """The group and slot of one of our parameters."""
+        return self.slot_of[cast(nn.Parameter, param)]
+
+    def assemble(self) -> None:
+        """Between forwards and backwards, wait until every rank is here. Inside one, ranks come by themselves."""
+        if self._depth == 0 and self._pass_id == _NO_PASS:
+            self.sync()
+
+    def replace(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """Refused: the optimizer's state is bound to the parameter's shape and dtype."""
+        raise UsageError(
+            f"parameter {self.name_of(param)} of a running engine, of shape {tuple(param.shape)} and {param.dtype}, "
+            f"cannot become one of shape {tuple(value.shape)} and {value.dtype}; change it before initialize"
+        )
+
+    @contextmanager
+    def whole(self, groups: Sequence[FlatGroup]) -> Iterator[None]:
+        """Inside, the groups' exact values are here. Collective."""
+        self.assemble()
+        for group in groups:
+            group.users += 1
+            self.gatherer.fetch(group)
+        try:
+            yield
+        finally:
+            for group in groups:
+                group.users -= 1
+                if not group.users and not group.held_by_backward:
+                    self.gatherer.free(group)
+
+    def _borrow(self, group: FlatGroup) -> None:
+        """Keep the group whole until the outermost scope ends."""
+        if group not in self._borrowed:
+            self._borrowed.append(group)
+            group.users += 1
+
+    def _views_in(self, output: Any) -> Iterator[tuple[FlatGroup, torch.Tensor]]:
+        """Views of values that are freed after use; the parameters themselves know when theirs are."""
+        for tensor in tensors_in(output) if self._group_of_storage else ():
+            if not isinstance(tensor, nn.Parameter) and torch._C._has_storage(tensor):
+                group = self._group_of_storage.get(tensor.untyped_storage()._cdata)
+                if group is not None:
+                    yield group, tensor
+
+    def _refuse_views(self, views: Sequence[tuple[FlatGroup, torch.Tensor]]) -> None:
+        """Nobody may be left with a view of freed memory. In a recompute the group is held, so there it may be."""
+        if views and _graph_task() == -1:
+            group, view = views[0]
+            slot = max(i for i, at in enumerate(group.layout.slots) if at.offset <= view.storage_offset())
+            raise UsageError(
+                f"the forward returns a view of parameter {group.fqns[slot]}, whose values are freed when it ends; "
+                f"return the parameter itself or a copy (.clone())"
+            )
 
     def name_of(self, param: nn.Parameter) -> str:
         """Fully qualified name of a parameter of this model."""
@@ -216,10 +309,12 @@ class ShardingRuntime:
 
     # --------------------------------------------------------------- backward
 
+    @uncompiled
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple[FlatGroup, torch.Tensor]:
         group = self._group_of_storage.get(tensor.untyped_storage()._cdata)
         return tensor if group is None else (group, tensor)
 
+    @uncompiled
     def _unpack(self, packed: torch.Tensor | tuple[FlatGroup, torch.Tensor]) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
@@ -227,6 +322,7 @@ class ShardingRuntime:
         self._need([group])
         return tensor
 
+    @uncompiled
     def _on_output_grad(self, groups: Sequence[FlatGroup], grad: torch.Tensor) -> None:
         self._begin_pass()
         self._need(groups)
@@ -327,6 +423,7 @@ class ShardingRuntime:
         for group in self.trainable:
             group.finish_reduce()
 
+    @uncompiled
     def _end_pass(self) -> None:
         """Backward is over: reduce what is left, wait for all, release everything, learn this pass's order."""
         if self._pass_id == _NO_PASS:
@@ -421,6 +518,7 @@ class ShardingRuntime:
 
     def destroy(self) -> None:
         """Remove every hook and give the model its parameters back, whole. Collective; may be called twice."""
+        self.scopes.remove()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -431,13 +529,15 @@ class ShardingRuntime:
         self.gatherer.free_idle()
         for group in self.groups:
             group.release(self._restore)
+            for param in group.params:
+                attributes.detach(param)
         self.groups, self.trainable, self.slot_of = [], [], {}
         self._group_of_storage = {}
         self.on_plain_backward = lambda: None
 
     def _restore(self, group: FlatGroup) -> None:
         if group.is_transient:
-            group.begin_unshard()
+            group.begin_unshard(exact=True)
             group.finish_unshard()
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fullspeed.comm import Group, ReduceOp, all_reduce
+from fullspeed.comm import ReduceOp, all_reduce
 from fullspeed.optim.shards import gather_by_sum
 from fullspeed.sharding.runtime import ShardingRuntime
 
@@ -24,7 +24,6 @@ class RuntimeShards:
         runtime: ShardingRuntime,
         whole_params: Sequence[Sequence[nn.Parameter]],
         piece_of: Mapping[nn.Parameter, OwnedPiece],
-        dp_group: Group,
     ) -> None:
         self._runtime = runtime
         self._params = [param for group in whole_params for param in group]
@@ -32,7 +31,7 @@ class RuntimeShards:
             id(piece_of[param].tensor): index for index, param in enumerate(self._params) if param in piece_of
         }
         self._piece_of = piece_of
-        self._dp_group = dp_group
+        self._shard_group = runtime.links.shard_group
         self._is_sharded = any(group.placement.optim for group in runtime.trainable)
 
     @property
@@ -60,7 +59,7 @@ class RuntimeShards:
     def all_reduce_sum(self, vector: Tensor) -> None:
         """Sum a vector over ranks in place, where ranks hold different pieces."""
         if self._is_sharded:
-            all_reduce(vector, ReduceOp.SUM, self._dp_group)
+            all_reduce(vector, ReduceOp.SUM, self._shard_group)
 
     def gather_whole(self, pieces: Mapping[int, Tensor], indices: Sequence[int]) -> Mapping[int, Tensor]:
         """Whole flattened tensors from every rank's slices. Collective."""

@@ -251,8 +251,8 @@ def test_rates_per_group():
             "zero_optimization.overlap_comm",
         ),
         (
-            {"activation_checkpointing": {"cpu_checkpointing": True}},
-            "activation_checkpointing.cpu_checkpointing",
+            {"activation_checkpointing": {"contiguous_memory_optimization": True, "partition_activations": True}},
+            "activation_checkpointing.contiguous_memory_optimization",
         ),
         ({"elasticity": {"enabled": True}, "train_batch_size": 8}, "elasticity.enabled"),
     ],

@@ -19,13 +19,13 @@ CPU = {"device": "cpu"}
             {"zero_optimization": {"stage": 1, "offload_optimizer": CPU}},
             "zero_optimization.offload_optimizer",
         ),
-        ({"zero_optimization": {"zero_hpz_partition_size": 2}}, "zero_optimization.zero_hpz_partition_size"),
-        ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights"),
-        ({"zero_optimization": {"mics_shard_size": 4}}, "zero_optimization.mics_shard_size"),
+        (
+            {"zero_optimization": {"zero_quantized_nontrainable_weights": True}},
+            "zero_optimization.zero_quantized_nontrainable_weights",
+        ),
         ({"zero_optimization": {"zenflow": {}}}, "zero_optimization.zenflow"),
         ({"zero_optimization": {"enable_sanity_checks": True}}, "zero_optimization.enable_sanity_checks"),
         ({"zero_optimization": {"weight_quantization": {}}}, "zero_optimization.weight_quantization"),
-        ({"activation_checkpointing": {"profile": True}}, "activation_checkpointing"),
         ({"pipeline": {"stages": 2}}, "pipeline"),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
@@ -55,14 +55,14 @@ def test_a15_unbuilt_features_are_errors(source, path):
 
 def test_blocks_that_ask_for_nothing_pass():
     source = {block: {"enabled": False} for block in ENABLED if "." not in block}
-    source |= {"pipeline": {"stages": "auto"}, "activation_checkpointing": {"profile": False}}
+    source |= {"pipeline": {"stages": "auto"}, "activation_checkpointing": {"profile": True}}
     source |= {"sequence_parallel_size": 1, "tensor_parallel": {"autotp_size": 0}, "aio": {"queue_depth": 4}}
     load_config({**source, "zero_optimization": {"stage": 3, "leaf_module": {}, "mics_shard_size": -1}})
 
 
 def test_remedy_names_the_switch():
     with pytest.raises(ConfigError, match="remove the block or set enabled: false"):
-        load_config({"flops_profiler": {"enabled": True}})
+        load_config({"hybrid_engine": {"enabled": True}})
 
 
 def test_defaults_are_supported_and_paths_exist():

@@ -14,29 +14,45 @@ class ShardedError(Exception):
     pass
 
 
-class Runtime:
-    """Answers for sharded parameters; adoption refers to it weakly."""
+class Refusing:
+    """An owner that has no values to give."""
+
+    def run(self, tensors: list[torch.Tensor], operation: placeholder.Operation) -> None:
+        raise ShardedError(operation.name)
+
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        raise ShardedError("copy")
+
+    deep_copy_of = copy_of
+
+
+class Gathering:
+    """An owner that makes values whole when asked."""
 
     def __init__(self) -> None:
-        self.calls: list[list[nn.Parameter]] = []
+        self.names: list[str] = []
 
-    def refuse(self, params: list[nn.Parameter]) -> None:
-        raise ShardedError(len(params))
+    def run(self, tensors: list[torch.Tensor], operation: placeholder.Operation) -> object:
+        self.names.append(operation.name)
+        for tensor in tensors:
+            placeholder.show(tensor)
+        return operation.carry_out()
 
-    def gather(self, params: list[nn.Parameter]) -> None:
-        self.calls.append(params)
-        for each in params:
-            placeholder.show(each)
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.names.append("copy")
+        placeholder.show(tensor)
+        return nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
+
+    deep_copy_of = copy_of
 
 
-RUNTIME = Runtime()
-refuse = RUNTIME.refuse
+REFUSING = Refusing()  # owners are referenced weakly
 
 
 @pytest.fixture
 def param() -> nn.Parameter:
     made = nn.Parameter(torch.arange(32.0).view(4, 8))
-    placeholder.adopt(made, refuse)
+    placeholder.adopt(made, REFUSING)
     placeholder.hide(made)
     made.__dict__["storage"] = None  # attributes survive
     return made
@@ -93,13 +109,13 @@ def test_values_do_not(param: nn.Parameter, use: object) -> None:
 
 
 @pytest.mark.parametrize("use", VALUES.values(), ids=VALUES)
-def test_a_resolver_that_gathers_lets_the_operation_go_on(use: object) -> None:
+def test_an_owner_that_gathers_lets_the_operation_go_on(use: object) -> None:
     param = nn.Parameter(torch.arange(32.0).view(4, 8), requires_grad=False)
-    runtime = Runtime()
-    placeholder.adopt(param, runtime.gather)
+    owner = Gathering()
+    placeholder.adopt(param, owner)
     placeholder.hide(param)
     use(param)
-    assert runtime.calls
+    assert owner.names
     assert not placeholder.is_sharded(param)
 
 
@@ -108,7 +124,7 @@ def test_subclasses_keep_their_class() -> None:
         pass
 
     param = Special(torch.ones(2))
-    placeholder.adopt(param, refuse)
+    placeholder.adopt(param, REFUSING)
     placeholder.hide(param)
     placeholder.hide(param)
     assert isinstance(param, Special)
@@ -121,7 +137,7 @@ def test_subclasses_keep_their_class() -> None:
 def test_module_lists_and_counts_its_sharded_parameters() -> None:
     linear = nn.Linear(3, 2)
     for param in linear.parameters():
-        placeholder.adopt(param, refuse)
+        placeholder.adopt(param, REFUSING)
         placeholder.hide(param)
     assert sum(p.numel() for p in linear.parameters()) == 8
     assert "Linear(in_features=3" in repr(linear)
@@ -130,3 +146,33 @@ def test_module_lists_and_counts_its_sharded_parameters() -> None:
         linear(torch.ones(1, 3))
     with pytest.raises(ShardedError):
         linear.state_dict()
+
+
+def test_parameters_of_two_owners_are_prepared_by_both() -> None:
+    first, second = (nn.Parameter(torch.ones(2), requires_grad=False) for _ in range(2))
+    owners = Gathering(), Gathering()
+    for param, owner in zip((first, second), owners, strict=True):
+        placeholder.adopt(param, owner)
+        placeholder.hide(param)
+    assert (first + second).tolist() == [2.0, 2.0]
+    assert [owner.names for owner in owners] == [["add"], ["add"]]
+
+
+def test_a_view_stays_the_owners_business() -> None:
+    view = torch.ones(3)
+    placeholder.hide_view(view, REFUSING)
+    assert placeholder.is_sharded(view)
+    assert view.shape == (3,)
+    with pytest.raises(ShardedError):
+        view.add_(1)
+
+
+def test_ds_status_follows_only_where_there_is_one() -> None:
+    with_status, without = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    with_status.ds_status = placeholder.ZeroParamStatus.AVAILABLE
+    for param in (with_status, without):
+        placeholder.hide(param)
+    assert with_status.ds_status is placeholder.ZeroParamStatus.NOT_AVAILABLE
+    assert not hasattr(without, "ds_status")
+    placeholder.show(with_status)
+    assert with_status.ds_status is placeholder.ZeroParamStatus.AVAILABLE

@@ -103,5 +103,9 @@ def test_unmanaged_parameters_are_left_out() -> None:
 def test_scope_groups() -> None:
     model = Transformer(1)
     group_of = {param: i for i, param in enumerate(model.parameters())}
-    assert scope_groups(model.blocks[0], group_of, recurse=False) == []
-    assert scope_groups(model.blocks[0], group_of, recurse=True) == [1, 2, 3, 4]
+    block = model.blocks[0]
+    assert scope_groups(block, group_of, units=[]) == []
+    assert scope_groups(block, group_of, units=[block]) == [1, 2, 3, 4]
+    assert scope_groups(block, group_of, units=[block, block.linear]) == [1, 2], "units inside come by themselves"
+    block.norm.weight = block.linear.weight
+    assert scope_groups(block, group_of, units=[block, block.linear]) == [2, 3], "but a tied one is needed twice"

@@ -1,0 +1,1 @@
+"""Operations that have several implementations; callers name the operation, never the implementation."""

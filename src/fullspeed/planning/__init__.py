@@ -1,0 +1,1 @@
+"""What a job needs before it runs: sizes of elastic jobs."""

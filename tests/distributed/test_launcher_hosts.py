@@ -1,0 +1,142 @@
+"""`fullspeed` on several real hosts: over ssh from a hostfile, with a rank that is killed and a link that is cut."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from typing import NamedTuple
+
+import pytest
+
+from tests.hosts import Hosts, real_hosts
+
+SRC = pathlib.Path(__file__).parents[2] / "src"
+LIMIT_S = 150.0
+NODE_TIMEOUT_S = 5
+
+TRAIN = """
+import torch, fullspeed
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+config = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 2}}
+engine, *_ = fullspeed.initialize(model=model, config=config)
+data = torch.arange(12.0).view(4, 3) / 12
+losses = []
+for step in range(3):
+    loss = engine(data.chunk(2)[engine.global_rank]).square().mean()
+    engine.backward(loss)
+    engine.step()
+    losses.append(loss.item())
+print("losses", engine.global_rank, engine.world_size, *losses, flush=True)
+"""
+
+
+class Ended(NamedTuple):
+    """A finished launcher."""
+
+    code: int
+    output: str
+    seconds: float
+
+
+class Job:
+    """`fullspeed` started on the hub."""
+
+    def __init__(self, hosts: Hosts, folder: pathlib.Path, *words: str) -> None:
+        (folder / "hosts").write_text("".join(f"{address} slots=1\n" for address in hosts.addresses))
+        command = [sys.executable, "-m", "fullspeed.cli.main", "-H", "hosts", "--launcher_args", hosts.ssh_args]
+        command += ["--node_timeout", str(NODE_TIMEOUT_S), *words]
+        environment = {**os.environ, "PYTHONPATH": str(SRC), "NCCL_DEBUG": "it's on"}
+        output = (folder / "output").open("wb")
+        self.output = folder / "output"
+        self.process = subprocess.Popen(
+            hosts.inside(hosts.hub, *command), cwd=folder, env=environment, stdout=output, stderr=output
+        )
+
+    def wait_for_ranks(self) -> list[int]:
+        """Process ids that both ranks have written."""
+        deadline = time.monotonic() + LIMIT_S
+        paths = [self.output.with_name(f"pid{rank}") for rank in (0, 1)]
+        while not all(path.exists() and path.read_text().endswith("\n") for path in paths):
+            assert self.process.poll() is None, self.output.read_text()
+            assert time.monotonic() < deadline, "ranks did not start"
+            time.sleep(0.05)
+        return [int(path.read_text()) for path in paths]
+
+    def wait(self) -> Ended:
+        """Wait for its end; a job that does not end is killed, and the test fails."""
+        started = time.monotonic()
+        try:
+            code = self.process.wait(LIMIT_S)
+        finally:
+            self.process.kill()
+        return Ended(code, self.output.read_text(), time.monotonic() - started)
+
+
+def is_running(pid: int) -> bool:
+    return pathlib.Path(f"/proc/{pid}").exists()
+
+
+def wait_until_ended(pids: list[int]) -> None:
+    """Ranks that no launcher watches any more end by themselves."""
+    deadline = time.monotonic() + NODE_TIMEOUT_S + 30
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, "ranks outlived their job"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    with real_hosts(tmp_path_factory.mktemp("hosts"), 2) as found:
+        yield found
+
+
+def test_training_over_ssh(hosts, tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / ".deepspeed_env").write_text('GREETING=it\'s a "test"\n')
+    (tmp_path / "job.sh").write_text(
+        'echo "told $RANK $MASTER_ADDR $GREETING $NCCL_DEBUG"; exec "$PYTHON_HERE" train.py\n'
+    )
+    os.environ["PYTHON_HERE"] = sys.executable
+    ended = Job(hosts, tmp_path, "--no_python", "--no_local_rank", "sh", "job.sh").wait()
+    assert ended.code == 0, ended.output
+    told = sorted(re.findall("^told .*", ended.output, re.M))
+    assert told == [f"told {rank} {hosts.addresses[0]} it's a \"test\" it's on" for rank in (0, 1)]
+    losses = [line.split()[1:] for line in sorted(re.findall("^losses .*", ended.output, re.M))]
+    assert [line[:2] for line in losses] == [["0", "2"], ["1", "2"]]
+    assert all(float(line[-1]) < float(line[2]) for line in losses)
+
+
+def test_a_killed_rank_ends_the_job_on_all_hosts_and_is_named(hosts, tmp_path):
+    job = Job(hosts, tmp_path, "--no_python", "--no_local_rank", "sh", "-c", "echo $$ > pid$RANK; exec sleep 600")
+    pids = job.wait_for_ranks()
+    os.kill(pids[1], signal.SIGKILL)
+    ended = job.wait()
+    assert ended.code == 128 + signal.SIGKILL
+    assert ended.seconds < 20
+    assert f"rank 1 on {hosts.addresses[1]} failed first (killed by SIGKILL" in ended.output
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_a_stopped_launcher_leaves_nothing_on_the_hosts(hosts, tmp_path):
+    job = Job(hosts, tmp_path, "--no_python", "--no_local_rank", "sh", "-c", "echo $$ > pid$RANK; exec sleep 600")
+    pids = job.wait_for_ranks()
+    job.process.terminate()
+    assert job.wait().code == 128 + signal.SIGTERM
+    wait_until_ended(pids)
+
+
+def test_a_cut_link_ends_the_job_within_the_time_that_was_set(hosts, tmp_path):
+    job = Job(hosts, tmp_path, "--no_python", "--no_local_rank", "sh", "-c", "echo $$ > pid$RANK; exec sleep 600")
+    pids = job.wait_for_ranks()
+    with hosts.cut_off(1):
+        ended = job.wait()
+        assert ended.code != 0
+        assert f"nothing was heard of host {hosts.addresses[1]} for {NODE_TIMEOUT_S} s" in ended.output
+        assert ended.seconds < NODE_TIMEOUT_S + 30
+        wait_until_ended(pids)

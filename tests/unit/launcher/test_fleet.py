@@ -1,0 +1,71 @@
+"""Commands that start nodes, run together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from fullspeed.base.errors import UsageError
+from fullspeed.launcher import fleet
+from fullspeed.launcher.backends import Command
+from fullspeed.launcher.fleet import FleetEnd, run_commands
+
+
+def run(*lines: str, num_needed: int | None = None, **env: str) -> FleetEnd:
+    commands = [Command(f"host{i}", ("sh", "-c", line), env) for i, line in enumerate(lines)]
+    return run_commands(commands, dict(os.environ), num_needed or len(commands))
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(fleet, "_AGREE_S", 0.5)
+    monkeypatch.setattr(fleet, "_LEAVE_S", 1.0)
+
+
+def test_all_succeed():
+    assert run("exit 0", 'test "$A" = 1', A="1") == FleetEnd(0, ())
+
+
+def test_the_first_failure_counts_and_the_rest_is_ended():
+    started = time.monotonic()
+    assert run("exec sleep 60", "exit 7", "sleep 0.2; exit 3") == FleetEnd(7, ("host1", "host2", "host0"))
+    assert time.monotonic() - started < 20
+
+
+def test_a_command_that_does_not_listen_is_killed(tmp_path):
+    pid = tmp_path / "pid"
+    code, failed = run(
+        f"trap '' TERM; echo $$ > {pid}; while :; do sleep 0.1; done", f"while ! test -s {pid}; do :; done; exit 5"
+    )
+    assert (code, failed) == (5, ("host1", "host0"))
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+def test_killed_command_gives_the_shells_code():
+    assert run("kill -KILL $$").exit_code == 128 + signal.SIGKILL
+
+
+def test_enough_successes_are_success():
+    assert run("exit 3", "sleep 0.8", "exit 0", num_needed=2) == FleetEnd(0, ("host0",))
+    assert run("exit 3", "exit 4", "exit 0", num_needed=2).exit_code == 3
+
+
+def test_input_stays_open_as_long_as_we_live():
+    assert run("timeout 0.3 cat; test $? = 124").exit_code == 0
+
+
+def test_a_signal_ends_all_and_handlers_return():
+    before = signal.getsignal(signal.SIGTERM)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    assert run("exec sleep 60", "exec sleep 60") == FleetEnd(128 + signal.SIGTERM, ())
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_missing_program():
+    with pytest.raises(UsageError, match="no program 'no-such-launcher' here; install it or choose another --launcher"):
+        run_commands([Command("x", ("no-such-launcher",), {})], {}, 1)
