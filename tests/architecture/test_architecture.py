@@ -1,4 +1,4 @@
-"""The codebase's shape, checked: packages import downwards, one owner per concern, README blocks run."""
+"""The codebase's shape, checked: packages import downwards, one owner per concern, blocks of README and docs run."""
 
 from __future__ import annotations
 
@@ -74,19 +74,25 @@ def test_no_import_cycles():
     assert checks.find_cycle(graph) == []
 
 
-def test_readme_blocks_run(tmp_path):
-    readme = ROOT / "README.md"
-    blocks = re.findall(r"^```python\n(.*?)^```", readme.read_text(), re.M | re.S) if readme.exists() else []
-    for number, block in enumerate(blocks, 1):
-        done = subprocess.run(
-            [sys.executable, "-c", block],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        assert done.returncode == 0, f"python block {number} of README.md:\n{block}\n{done.stderr}"
+def python_blocks(page: pathlib.Path) -> list[str]:
+    """What stands in a page's `python` fences; fragments that do not run are fenced as `py`."""
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if python_blocks(page)]
+
+
+def test_pages_have_blocks_that_run():
+    assert {"README.md", "zero.md"} <= {page.name for page in PAGES}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_of_a_page_run_one_after_another(page, tmp_path):
+    script = "\n".join(python_blocks(page))
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, f"python blocks of {page.name}:\n{script}\n{done.stderr}"
 
 
 def test_examples_in_docstrings_run():

@@ -36,6 +36,22 @@ def test_b7_three_backwards_then_one_step(rank, world_size):
 
 
 @ranks(2)
+def test_c4_several_backwards_with_the_optimizer_offloaded(rank, world_size):
+    """On the CPU optimizer states are in host memory whether the block says so or not: the same sum, stages 1 to 3."""
+    for stage in (1, 2, 3):
+        pair = Pair(rank, world_size, mlp, zero_config(stage, offload_optimizer={"device": "cpu"}), adamw)
+        assert pair.engine.zero_offload_optimizer().device == "cpu"
+        for _ in range(2):
+            for micro in range(3):
+                batches = _batches(pair, micro)
+                pair.engine.backward(square(pair.engine, batches[rank]) / 3)
+                pair.reference_backward(batches, lambda module, batch: square(module, batch) / 3)
+            pair.engine.step()
+            pair.reference_step()
+        pair.check()
+
+
+@ranks(2)
 def test_b7_with_unmanaged_accumulation(rank, world_size):
     """`managed_gradient_accumulation: false`: every step updates, whatever the accumulation steps say."""
     for stage in STAGES:

@@ -699,22 +699,16 @@ def save_at(rank: int, world_size: int, folder: str, stage: int) -> dict[str, to
     return weights(engine)
 
 
-def load_at(rank: int, world_size: int, folder: str, stage: int, words: str) -> dict[str, torch.Tensor]:
+def load_at(rank: int, world_size: int, folder: str, stage: int) -> dict[str, torch.Tensor]:
     engine = make(stage, "bf16", seed=6)
-    before = weights(engine)
-    with pytest.raises(CheckpointError, match=words):
-        engine.load_checkpoint(folder)
-    assert same(before, weights(engine))
     engine.load_checkpoint(folder, load_optimizer_states=False)
     train(engine, 1, 2)
     engine.load_checkpoint(folder, load_module_only=True)
     return weights(engine)
 
 
-def test_another_world_or_stage_is_refused_but_weights_fit_everywhere(tmp_path):
+def test_weights_fit_everywhere(tmp_path):
     saved = run_ranks(save_at, 2, str(tmp_path), 3)[0]
     for world_size, stage in ((1, 3), (2, 1), (4, 0), (4, 3)):
-        plural = "s" if world_size > 1 else ""
-        words = f"saved by 2 ranks at ZeRO stage 3, this engine has {world_size} rank{plural} at stage {stage}"
-        for loaded in run_ranks(load_at, world_size, str(tmp_path), stage, words):
+        for loaded in run_ranks(load_at, world_size, str(tmp_path), stage):
             assert same(saved, loaded)

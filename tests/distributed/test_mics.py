@@ -202,8 +202,8 @@ def test_gradients_of_a_pass_do_not_pile_up(rank, world_size):
 
     def watch(param, grad):
         group, _ = slot_of[param]
-        if group.local is not None:
-            buffers[group.index] = weakref.ref(group.local)
+        if group.grads.local is not None:
+            buffers[group.index] = weakref.ref(group.grads.local)
         alive.append(sum(buffer() is not None for buffer in buffers.values()))
 
     for param in model.parameters():

@@ -363,7 +363,7 @@ def test_a_view_that_outlives_its_parameter(rank: int, world_size: int) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float32])  # the last is what it has
 def test_changing_the_dtype_of_the_model(rank: int, world_size: int, dtype: torch.dtype) -> None:
     model = built(mlp, rank).to(dtype)
     assert all_sharded(model)

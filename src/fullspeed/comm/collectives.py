@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fullspeed.base.errors import CommError
+from fullspeed.comm.mismatch import check
 from fullspeed.comm.observe import emit, finished
 
 Group = dist.ProcessGroup
@@ -77,6 +78,7 @@ def all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group | None
     """Reduce `tensor` over the group in place and return it."""
     world_size = get_world_size(group)
     if world_size > 1:
+        check("all_reduce", group, tensor, detail=op)
         finish = emit("all_reduce", tensor.numel(), tensor.itemsize, str(tensor.dtype), world_size)
         dist.all_reduce(tensor, op=op, group=group)
         finished(finish)
@@ -87,6 +89,7 @@ def broadcast(tensor: torch.Tensor, group_src: int = 0, group: Group | None = No
     """Send the values of the group's member `group_src` to all its ranks, in place."""
     world_size = get_world_size(group)
     if world_size > 1:
+        check("broadcast", group, tensor, detail=f"from {group_src}")
         finish = emit("broadcast", tensor.numel(), tensor.itemsize, str(tensor.dtype), world_size)
         dist.broadcast(tensor, src=get_global_rank(group, group_src), group=group)
         finished(finish)
@@ -98,6 +101,7 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group | None = No
     world_size = get_world_size(group)
     if world_size == 1:
         return full.copy_(shard)
+    check("all_gather", group, full, shard)
     finish = emit("all_gather", full.numel(), full.itemsize, str(full.dtype), world_size)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
     gather(full, shard, group=group)
@@ -110,6 +114,7 @@ def all_gather_object(value: Any, group: Group | None = None) -> list[Any]:
     world_size = get_world_size(group)
     if world_size == 1:
         return [value]
+    check("all_gather_object", group)
     emit("agree", 0, 0, "object", world_size)
     gathered: list[Any] = [None] * world_size
     dist.all_gather_object(gathered, value, group=group)
@@ -121,6 +126,7 @@ def broadcast_object(value: Any, group_src: int = 0, group: Group | None = None)
     world_size = get_world_size(group)
     if world_size == 1:
         return value
+    check("broadcast_object", group, detail=f"from {group_src}")
     emit("agree", 0, 0, "object", world_size)
     box = [value]
     dist.broadcast_object_list(box, src=get_global_rank(group, group_src), group=group)
@@ -131,6 +137,7 @@ def barrier(group: Group | None = None) -> None:
     """Wait until every rank of the group is here."""
     world_size = get_world_size(group)
     if world_size > 1:
+        check("barrier", group)
         finish = emit("barrier", 0, 0, "", world_size)
         dist.barrier(group=group)
         finished(finish)

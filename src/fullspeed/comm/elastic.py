@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 import psutil
 from torch.distributed import DistError
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from fullspeed.base import env
 from fullspeed.base.errors import CommError
+from fullspeed.comm.rank_agent import Ending, RankAgent, RankExit
 
 _AGENT_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -50,13 +50,6 @@ class Meeting(NamedTuple):
     elastic: Elasticity | None = None
 
 
-class RankExit(NamedTuple):
-    """How one rank ended that did not end well."""
-
-    rank: int
-    exit_code: int  # negative: the number of the signal that killed it
-
-
 class RanksFailedError(Exception):
     """Some ranks ended badly, or another node did; the agent has ended the others of this node."""
 
@@ -73,27 +66,13 @@ class RanksInterruptedError(Exception):
         super().__init__(f"stopped by signal {signal_number}")
 
 
-class _Agent(LocalElasticAgent):
-    """torchrun's agent that also ends its ranks, as failed, as soon as `is_stopped` says so."""
-
-    def __init__(self, spec: WorkerSpec, log_dir: str, exit_barrier_s: float, is_stopped: Callable[[], bool]) -> None:
-        super().__init__(spec, DefaultLogsSpecs(log_dir=log_dir), exit_barrier_timeout=exit_barrier_s)
-        self._is_stopped = is_stopped
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._is_stopped():
-            return RunResult(state=WorkerState.FAILED)
-        result: RunResult = super()._monitor_workers(worker_group)
-        return result
-
-
 def run_ranks(
     command: Sequence[str],
     num_ranks: int,
     meeting: Meeting,
     log_dir: str,
     log_level: int,
-    is_stopped: Callable[[], bool],
+    ending: Ending,
 ) -> None:
     """Run `command` once per rank on this node and wait for all.
 
@@ -105,10 +84,10 @@ def run_ranks(
         meeting: where this agent finds those of the other nodes.
         log_dir: folder for the agent's own files.
         log_level: least level of the agent's messages that is shown.
-        is_stopped: asked several times a second; True ends the ranks.
+        ending: when ranks are ended that have not failed.
 
     Raises:
-        RanksFailedError: a rank ended with another code than 0, or `is_stopped` said so.
+        RanksFailedError: a rank ended with another code than 0, or `ending` wanted it.
         RanksInterruptedError: this process received SIGINT, SIGTERM, SIGHUP or SIGQUIT.
         CommError: the agents did not find each other.
     """
@@ -130,7 +109,8 @@ def run_ranks(
             **_master(meeting),
         )
         exit_barrier_s = _ELASTIC_EXIT_BARRIER_S if meeting.elastic else _EXIT_BARRIER_S
-        result = _run_agent(_Agent(spec, log_dir, exit_barrier_s, is_stopped), handler)
+        agent = RankAgent(spec, log_dir, exit_barrier_s, ending)
+        result = _run_agent(agent, handler)
     except SignalException as error:
         raise RanksInterruptedError(int(error.sigval)) from None
     except (DistError, RendezvousError) as error:
@@ -138,7 +118,9 @@ def run_ranks(
             f"the nodes of this job lost each other at {meeting.address}:{meeting.port}: {error}"
         ) from error
     if result.is_failed():
-        raise RanksFailedError([RankExit(rank, fail.exitcode) for rank, fail in result.failures.items()])
+        # A rank that failed between two looks of the agent is in its result alone.
+        late = [RankExit(rank, failure.exitcode) for rank, failure in result.failures.items()]
+        raise RanksFailedError(agent.exits or late)
 
 
 def own_address(peer: str, port: int) -> str:
@@ -168,6 +150,9 @@ def _rendezvous(meeting: Meeting) -> RendezvousHandler:
     """How agents find each other: by their index, or for an elastic job whoever comes."""
     elastic = meeting.elastic
     if elastic is not None:
+        # Agents count restarts differently: a failed rank's does, one that only hears of a change of nodes does not.
+        # In a store of the agents ranks would meet under that count, and find addresses of ranks that are gone.
+        env.export({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
         beat_s = max(1, round(elastic.silence_s / _MISSED_BEATS))
         extra = {
             "is_host": meeting.node == 0,
@@ -197,9 +182,9 @@ def _master(meeting: Meeting) -> dict[str, Any]:
     return {"master_addr": meeting.address, "master_port": meeting.port}
 
 
-def _run_agent(agent: _Agent, handler: RendezvousHandler) -> RunResult:
+def _run_agent(agent: RankAgent, handler: RendezvousHandler) -> RunResult:
     """The ranks' outcome. An agent that is told to stop leaves the meeting open, so that the others can go on."""
-    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", ",".join(one.name for one in _ENDING_SIGNALS))
+    env.export_default("TORCHELASTIC_SIGNALS_TO_HANDLE", ",".join(one.name for one in _ENDING_SIGNALS))
     is_interrupted = False
     try:
         result: RunResult = agent.run()

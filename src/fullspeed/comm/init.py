@@ -13,6 +13,7 @@ from fullspeed.base import env
 from fullspeed.base.errors import CommError, UsageError
 from fullspeed.base.log import log_dist
 from fullspeed.comm.discovery import discover
+from fullspeed.comm.hang import stop_watching, watch_for_hangs
 from fullspeed.comm.traffic import configure
 
 DEFAULT_TIMEOUT_MIN = 10
@@ -68,6 +69,7 @@ def init_distributed(
     if config is not None:
         configure(config)
     if is_initialized():
+        watch_for_hangs()
         return
     if dist_init_required is False:
         raise UsageError("dist_init_required is False but torch.distributed is not initialised; initialise it first")
@@ -99,9 +101,11 @@ def _init_group(backend: str, limit: datetime.timedelta, **where: Any) -> None:
             f"rank {where.get('rank')} of {where.get('world_size')} could not join the {backend} process group "
             f"within {limit.total_seconds():.0f} s: {error}; check MASTER_ADDR, MASTER_PORT and that every rank started"
         ) from error
+    watch_for_hangs()
 
 
 def destroy_process_group() -> None:
     """Tear down torch.distributed; does nothing when it is not initialised."""
+    stop_watching()
     if is_initialized():
         dist.destroy_process_group()

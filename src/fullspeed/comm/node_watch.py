@@ -2,7 +2,7 @@
 
 All goes through a small store on the first node. Keys: `here/<node>` counts a node's heartbeats, `reports` the
 nodes that ended badly, `report/<node>` says how, `left` those that have read all reports, `lost` names a node that fell
-silent, `done` counts those whose ranks ended well.
+silent, `done` counts those whose ranks ended well, `seen` those that know it of all.
 """
 
 from __future__ import annotations
@@ -58,6 +58,11 @@ class NodeWatch:
         self._store.add("done", 1)
         while not self.is_stopped() and self._store.add("done", 0) < len(self._hosts):
             time.sleep(_POLL_S)
+        if not self.is_stopped():
+            self._leaving.set()
+            # The store ends with the first node's process, so that one leaves last.
+            self._store.add("seen", 1)
+            self._wait_for("seen", len(self._hosts) if self._node == 0 else 0)
 
     def tell(self, report: str) -> None:
         """Tell the others how this node ended, which ends them too. Does nothing when the first node is gone."""

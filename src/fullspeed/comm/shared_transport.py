@@ -9,6 +9,8 @@ from functools import partial
 import torch
 from typing_extensions import override
 
+from fullspeed.comm import mismatch
+from fullspeed.comm.checked_transport import CheckedTransport
 from fullspeed.comm.collectives import Group, get_rank, get_world_size, global_ranks
 from fullspeed.comm.shared_memory import SharedArena, can_share, shared_arena
 from fullspeed.comm.transport import (
@@ -201,13 +203,18 @@ class _Reading(Pending):
 
 
 def make_transport(group: Group, device: torch.device, *, may_share: bool = True) -> Transport:
-    """The measured best transport for this group. Collective.
+    """The measured best transport for this group, in debug mode one that compares first. Collective.
 
     None for one rank; the backend's own except on gloo; there shared memory on one host, pairwise exchange elsewhere
     and where `may_share` is false.
     """
     if get_world_size(group) == 1:
         return NullTransport()
+    fastest = _fastest_transport(group, device, may_share=may_share)
+    return CheckedTransport(fastest, group) if mismatch.is_on() else fastest
+
+
+def _fastest_transport(group: Group, device: torch.device, *, may_share: bool) -> Transport:
     if group._get_backend(device).name() != "gloo":
         return NativeTransport(group)
     if may_share and can_share(group, device):

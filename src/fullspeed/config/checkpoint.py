@@ -43,6 +43,9 @@ class Checkpoint(Section):
     parallel_write: ParallelWrite = Field(default_factory=ParallelWrite, description="Who writes what.")
     checkpoint_serialization: bool = Field(True, description="Zip container; false is torch's old format.")
     writer: Writer | None = Field(None, description="How bytes reach the disk.")
+    save_on_signal: Annotated[str, Field(min_length=1)] | Literal[False] = Field(
+        False, description="Directory to save in, before leaving, when SIGTERM or SIGINT asks the job to end."
+    )
 
 
 class Nebula(Section):

@@ -34,6 +34,10 @@ def _is_above_one(value: int | None) -> bool:
     return value is not None and value > 1
 
 
+def _is_disk(device: object) -> bool:
+    return device == "nvme"
+
+
 def _differs(section: Any) -> bool:
     """Whether a section says anything but its defaults."""
     return bool(section != type(section)())
@@ -84,8 +88,9 @@ MISSING: tuple[Missing, ...] = (
     Missing("compile.autoep_non_moe", _is_on),
     Missing("zero_optimization.elastic_checkpoint", _is_on),
     Missing("zero_optimization.enable_sanity_checks", _is_on),
-    Missing("zero_optimization.offload_param", _is_given, 'remove the block or set device: "none"'),
-    Missing("zero_optimization.offload_optimizer", _is_given, 'remove the block or set device: "none"'),
+    Missing("zero_optimization.offload_param.device", _is_disk, 'set device: "none"'),
+    Missing("zero_optimization.offload_optimizer.device", _is_disk, 'set device: "none"'),
+    Missing("zero_optimization.offload_optimizer.super_offload", _is_on),
     Missing("zero_optimization.zero_quantized_nontrainable_weights", _is_on),
     Missing("zero_optimization.zeropp_loco_param", _is_given, REMOVE),
     Missing("zero_optimization.zenflow", _is_given, REMOVE),
@@ -116,6 +121,21 @@ def unsupported(config: Config) -> list[ConfigFault]:
         for path, is_asked, fix in MISSING
         if is_asked(value_at(config, path))
     ]
+
+
+def check_offload(config: Config, device_type: str) -> None:
+    """Raise ConfigError when the configuration offloads from a device to host memory.
+
+    Where the model computes on the CPU, parameters and optimizer states are in host memory already: the blocks then ask
+    for what is so.
+    """
+    faults = [
+        ConfigFault(path, shown_value(config, path), f"{RULE} on {device_type}", "remove the block")
+        for path in ("zero_optimization.offload_param", "zero_optimization.offload_optimizer")
+        if device_type != "cpu" and value_at(config, path) is not None
+    ]
+    if faults:
+        raise ConfigError(faults)
 
 
 def check_supported(config: Config) -> None:

@@ -11,6 +11,7 @@ from fullspeed.accelerator import get_accelerator
 from fullspeed.base.errors import UsageError
 from fullspeed.sharding.optimizer import ShardedOptimizer
 from fullspeed.sharding.runtime import ShardingRuntime
+from fullspeed.sharding.unfreeze import unfreeze
 
 
 class Changes:
@@ -76,7 +77,8 @@ class Changes:
         unknown = [param for param in params if isinstance(param, str) and param not in by_name]
         if unknown:
             raise UsageError(f"unfreeze: the module has no parameter named {', '.join(map(str, unknown))}")
-        optimizer.unfreeze([by_name[each] if isinstance(each, str) else each for each in params], into, options)
+        chosen = [by_name[each] if isinstance(each, str) else each for each in params]
+        unfreeze(optimizer, chosen, into, options)
 
     def _before_new_param_group(self) -> None:
         """A schedule made for fewer groups would fail in the middle of an update."""

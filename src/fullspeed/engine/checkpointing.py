@@ -3,9 +3,10 @@
 Files in the data folder of a checkpoint (see `checkpoint.folder` and `checkpoint.manifest`):
 
     rank_00000.safetensors   this rank's chunks
-    rank_00000.pt            this rank's random generators, and optimizer entries that are no tensors
+    rank_00000.pt            this rank's random generators
     client_00000.pt          client state; of another rank only where it differs from rank 0's
-    common.pt                param groups, loss scale, lr schedule, extra state of modules
+    common.pt                param groups, optimizer entries that are no tensors, loss scale, lr schedule, extra state
+                             of modules
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class _Written(NamedTuple):
 
     chunks: list[Chunk]
     files: dict[str, FileRecord]
+    optimizer_values: dict[str, dict[str, Any]]  # by parameter: entries of the optimizer's state that are no tensors
 
 
 class Checkpointing(ModuleState):
@@ -128,7 +130,10 @@ class Checkpointing(ModuleState):
                 CheckpointError,
                 group,
             )
-            manifest = self._manifest(pending, parts, exclude_frozen_parameters)
+            common = together(lambda: self._write_common(pending, parts) if rank == 0 else {}, CheckpointError, group)[
+                0
+            ]
+            manifest = self._manifest(pending, parts, common, exclude_frozen_parameters)
             together(lambda: pending.commit(manifest) if rank == 0 else None, CheckpointError, group)
         except BaseException:
             if rank == 0:
@@ -155,7 +160,7 @@ class Checkpointing(ModuleState):
         return pathlib.Path(first.folder), first.tag
 
     def _warn_of_unfinished_accumulation(self) -> None:
-        if any(group.has_local or group.reduced is not None for group in self.runtime.trainable):
+        if any(group.grads.has_local or group.grads.reduced is not None for group in self.runtime.trainable):
             log_dist(
                 "gradients accumulated since the last update are not saved; a resumed run repeats their micro-batches",
                 level=logging.WARNING,
@@ -173,12 +178,9 @@ class Checkpointing(ModuleState):
         collector.add_weights(self.runtime, exclude_frozen=exclude_frozen)
         collector.add_unmanaged(state, self.runtime, exclude_frozen=exclude_frozen)
         collector.add_buffers(state, {fqn for fqn in mine.buffers if mine.buffers[fqn] != first.buffers.get(fqn)})
-        own: dict[str, Any] = {"rng": rng_state(self.device), "optimizer_values": {}}
-        if self.optimizer is not None:
-            own["optimizer_values"] = collector.add_optimizer(self.optimizer)
-        contents = {f"{name}.pt": pack(own)}
+        values = {} if self.optimizer is None else collector.add_optimizer(self.optimizer)
+        contents = {_rank_file(rank): pack({"rng": rng_state(self.device)})}
         if rank == 0:
-            contents[_COMMON] = pack(self._common_state())
             contents[_client_file(0)] = client_state
         elif mine.client_state != first.client_state:
             contents[_client_file(rank)] = client_state
@@ -192,19 +194,29 @@ class Checkpointing(ModuleState):
         for file, data in contents.items():
             files[file] = write_file(pending.data / file, [data])
         sync_folder(pending.data)
-        return _Written(list(collector.tensors), files)
+        return _Written(list(collector.tensors), files, values)
 
-    def _common_state(self) -> dict[str, Any]:
-        """What is the same on every rank."""
+    def _write_common(self, pending: PendingCheckpoint, parts: list[_Written]) -> dict[str, FileRecord]:
+        """Write what is the same on every rank."""
         state: dict[str, Any] = {"extra_state": collect.extra_states(self.module)}
         if self.optimizer is not None:
             state["param_groups"] = collect.optimizer_groups(self.optimizer)
+            # Whoever owned a part of a parameter has its entries, and they are equal.
+            state["optimizer_values"] = {fqn: row for part in parts for fqn, row in part.optimizer_values.items()}
             state["loss_scale"] = dict(self.optimizer.loss_scaler.state_dict())
         if hasattr(self.lr_scheduler, "state_dict"):
             state["lr_scheduler"] = self.lr_scheduler.state_dict()
-        return state
+        record = write_file(pending.data / _COMMON, [pack(state)])
+        sync_folder(pending.data)
+        return {_COMMON: record}
 
-    def _manifest(self, pending: PendingCheckpoint, parts: list[_Written], exclude_frozen: bool) -> Manifest:
+    def _manifest(
+        self,
+        pending: PendingCheckpoint,
+        parts: list[_Written],
+        common: Mapping[str, FileRecord],
+        exclude_frozen: bool,
+    ) -> Manifest:
         state = collect.named_state(self.module, self.runtime)
         return Manifest(
             world_size=len(parts),
@@ -222,7 +234,7 @@ class Checkpointing(ModuleState):
                 "skipped_steps": self.skipped_steps,
             },
             chunks=tuple(chunk for part in parts for chunk in part.chunks),
-            files={name: record for part in parts for name, record in part.files.items()},
+            files={**{name: record for part in parts for name, record in part.files.items()}, **common},
         )
 
     # --------------------------------------------------------------------- load
@@ -249,9 +261,9 @@ class Checkpointing(ModuleState):
             load_module_strict: names of parameters and buffers must agree exactly; if False, what only one
                 side has is left alone.
             load_optimizer_states: also load optimizer state, hyper-parameters, loss scale and random
-                generators. These need the ranks and the stage they were saved with; without them any number
-                of ranks and any stage can load. Masters come from saved masters (`load_from_fp32_weights`
-                false: from the stored values).
+                generators. The number of ranks, the ZeRO stage and the grouping of parameters may be others than
+                when it was saved; generators then start afresh, as there is one per rank. Masters come from saved
+                masters (`load_from_fp32_weights` false: from the stored values).
             load_lr_scheduler_states: also load the schedule.
             load_module_only: weights and buffers only; steps, optimizer, schedule and generators stay as they
                 are.
@@ -321,13 +333,6 @@ class Checkpointing(ModuleState):
         if not with_optimizer:
             return
         assert self.optimizer is not None
-        mine = (get_world_size(self.data_parallel_group), self._config.zero_optimization.stage)
-        if mine != (manifest.world_size, manifest.stage):
-            raise CheckpointError(
-                f"checkpoint {tag!r} was saved by {_ranks(manifest.world_size)} at ZeRO stage "
-                f"{manifest.stage}, this engine has {_ranks(mine[0])} at stage {mine[1]}; use the same for its "
-                f"optimizer state, or pass load_optimizer_states=False to load the rest"
-            )
         restore.check_optimizer(manifest, reader.objects(_COMMON), self.optimizer, tag)
 
     def _restore(
@@ -355,15 +360,22 @@ class Checkpointing(ModuleState):
             return
         if with_optimizer:
             assert self.optimizer is not None
-            own = reader.objects(f"rank_{get_rank(self.data_parallel_group):05d}.pt")
-            restore.write_optimizer(self.optimizer, reader, common, own["optimizer_values"])
-            restore_rng_state(own["rng"], self.device)
+            restore.write_optimizer(self.optimizer, reader, common)
+            self._restore_generators(reader)
         if with_scheduler and hasattr(self.lr_scheduler, "load_state_dict"):
             if "lr_scheduler" in common:
                 self.lr_scheduler.load_state_dict(common["lr_scheduler"])
             else:
                 log_dist("the checkpoint has no lr schedule; this engine's stays as it is", level=logging.WARNING)
         self._restore_counters(reader.manifest.counters)
+
+    def _restore_generators(self, reader: CheckpointReader) -> None:
+        saved, now = reader.manifest.world_size, get_world_size(self.data_parallel_group)
+        if saved == now:
+            own = reader.objects(_rank_file(get_rank(self.data_parallel_group)))
+            restore_rng_state(own["rng"], self.device)
+        else:
+            log_dist(f"random generators of {_ranks(saved)} do not fit {_ranks(now)}: they stay as they are")
 
     def _restore_counters(self, counters: Mapping[str, int]) -> None:
         self.global_steps = counters["global_steps"]
@@ -383,6 +395,11 @@ class Checkpointing(ModuleState):
 
 def _ranks(count: int) -> str:
     return f"{count} rank" if count == 1 else f"{count} ranks"
+
+
+def _rank_file(rank: int) -> str:
+    """File of what only this rank needs again."""
+    return f"rank_{rank:05d}.pt"
 
 
 def _client_file(rank: int) -> str:

@@ -14,7 +14,8 @@ from fullspeed.checkpoint.manifest import BUFFER, MASTER, OPTIMIZER, PARAM, Chun
 from fullspeed.checkpoint.tensor_file import dtype_name
 from fullspeed.sharding import placeholder
 from fullspeed.sharding.group import FlatGroup
-from fullspeed.sharding.optimizer import OwnedPiece, ShardedOptimizer
+from fullspeed.sharding.optimizer import ShardedOptimizer
+from fullspeed.sharding.pieces import OwnedPiece
 from fullspeed.sharding.runtime import ShardingRuntime
 
 
@@ -121,7 +122,7 @@ class Collector:
         """The optimizer's tensors. Returns the entries of its state that are no tensors, by parameter and name."""
         values: dict[str, dict[str, Any]] = {}
         shares = {(group.index, piece.slot): piece for group in optimizer.runtime.trainable for piece in _share(group)}
-        for owned in optimizer.owned:
+        for owned in optimizer.owned.values():
             slot = slot_of(owned)
             share = shares.get((owned.group.index, owned.piece.slot))
             for name, value in optimizer.state.get(owned.tensor, {}).items():

@@ -21,6 +21,7 @@ from fullspeed.engine.batches import Batches
 from fullspeed.engine.changes import Changes
 from fullspeed.engine.checkpointing import Checkpointing
 from fullspeed.engine.inputs import cast_floating
+from fullspeed.engine.save_on_signal import SaveOnSignal
 from fullspeed.engine.watch import Watch
 from fullspeed.engine.watched import Watched
 from fullspeed.precision.policy import DTYPES, PrecisionPolicy
@@ -77,6 +78,8 @@ class Engine(ConfigAccessors, Checkpointing, Batches, Changes, Watched, nn.Modul
         self._watch = Watch(config, self, dp_group, self.global_rank)
         self._batches = self._post_process = None
         self._is_destroyed = False
+        folder = config.checkpoint.save_on_signal if optimizer is not None else False
+        self._saver = SaveOnSignal(lambda: self.save_checkpoint(folder)) if folder else None
         runtime.on_plain_backward = self._before_plain_backward
         if optimizer is not None:
             optimizer.before_new_group = self._before_new_param_group
@@ -246,6 +249,8 @@ class Engine(ConfigAccessors, Checkpointing, Batches, Changes, Watched, nn.Modul
             self._step_applied = True
             self._step_scheduler(lr_kwargs)
         self._report(samples)
+        if self._saver is not None:
+            self._saver.at_boundary()
 
     def _step_scheduler(self, lr_kwargs: dict[str, Any]) -> None:
         if self.lr_scheduler is None:
@@ -378,6 +383,8 @@ class Engine(ConfigAccessors, Checkpointing, Batches, Changes, Watched, nn.Modul
             return
         self._is_destroyed = True
         self._watch.close()
+        if self._saver is not None:
+            self._saver.close()
         self.runtime.destroy()
         if self.optimizer is not None:
             self.optimizer.before_new_group = lambda: None

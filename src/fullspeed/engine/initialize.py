@@ -15,7 +15,7 @@ from fullspeed.base import env
 from fullspeed.base.errors import ConfigError, ConfigFault, UsageError
 from fullspeed.base.log import set_log_level
 from fullspeed.comm import Group, get_world_group, get_world_size, init_distributed
-from fullspeed.config import Config, check_ranks, load_config, require_resolved, resolve_batch
+from fullspeed.config import Config, check_offload, check_ranks, load_config, require_resolved, resolve_batch
 from fullspeed.engine.engine import Engine
 from fullspeed.engine.parts import build_optimizer, build_scheduler, move_to
 from fullspeed.optim.lamb import Lamb
@@ -88,6 +88,7 @@ def initialize(
         configure_from_section(settings.activation_checkpointing, mpu)
     accelerator = get_accelerator()
     device = torch.device(accelerator.current_device_name())
+    check_offload(settings, device.type)
     if device.type == "cpu":
         return_freed_memory()
     move_to(model, device)

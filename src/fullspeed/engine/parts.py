@@ -35,8 +35,8 @@ def move_to(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:
                 raise UsageError(
-                    f"buffer {prefix + '.' if prefix else ''}{name} is on the meta device, where it has lost the values "
-                    f"its module gave it; give it memory and values before initialize, or build with zero.Init"
+                    f"buffer {prefix}{'.' if prefix else ''}{name} is on the meta device, where it has lost the "
+                    f"values its module gave it; give it memory and values before initialize, or use zero.Init"
                 )
             module._buffers[name] = buffer.to(device)
 

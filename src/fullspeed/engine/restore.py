@@ -16,7 +16,8 @@ from fullspeed.checkpoint.manifest import BUFFER, MASTER, OPTIMIZER, PARAM, Mani
 from fullspeed.checkpoint.reader import CheckpointReader
 from fullspeed.engine.collect import NamedState, group_names, has_separate_master, slot_of
 from fullspeed.sharding.group import FlatGroup
-from fullspeed.sharding.optimizer import OwnedPiece, ShardedOptimizer
+from fullspeed.sharding.optimizer import ShardedOptimizer
+from fullspeed.sharding.pieces import OwnedPiece
 from fullspeed.sharding.runtime import ShardingRuntime
 
 
@@ -105,6 +106,7 @@ def write_group(group: FlatGroup, source: WeightSource) -> None:
         _write_masters(group, source)
     for param in group.params:
         torch.autograd.graph.increment_version(param)
+    group.note_versions()
 
 
 @torch.no_grad()
@@ -251,7 +253,6 @@ def write_optimizer(
     optimizer: ShardedOptimizer,
     reader: CheckpointReader,
     common: Mapping[str, Any],
-    values: Mapping[str, Any],
 ) -> None:
     """Restore state, hyper-parameters and loss scale.
 
@@ -259,14 +260,13 @@ def write_optimizer(
         optimizer: the engine's.
         reader: the checkpoint.
         common: what rank 0 saved for all, see `Checkpointing`.
-        values: this rank's entries of optimizer state that are no tensors.
     """
-    for owned in optimizer.owned:
+    for owned in optimizer.owned.values():
         entries = {
             kind.removeprefix(OPTIMIZER): _entry(reader, kind, owned)
             for kind in reader.optimizer_kinds(slot_of(owned).fqn)
         }
-        entries.update(values.get(reader.resolve(slot_of(owned).fqn), {}))
+        entries.update(common["optimizer_values"].get(reader.resolve(slot_of(owned).fqn), {}))
         optimizer.state.pop(owned.tensor, None)
         if entries:
             optimizer.state[owned.tensor] = entries

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from fullspeed.base.progress import note_step
 from fullspeed.engine.watch import Update, Watch
 from fullspeed.monitor.flops_profiler import FlopsProfiler
 from fullspeed.monitor.monitor import Monitor
@@ -55,7 +56,8 @@ class Watched:
         return {name: timer.elapsed(reset=False) for name, timer in self.timers.get_timers().items()}
 
     def _report(self, samples: int) -> None:
-        """Tell the watchers of an update of `samples` samples."""
+        """Tell the watchers, the launcher among them, of an update of `samples` samples."""
+        note_step(self.global_steps)
         if not self._watch.wants_updates:
             return
         assert self.optimizer is not None

@@ -20,7 +20,7 @@ from fullspeed.engine.engine import Engine
 from fullspeed.sharding import placeholder
 from fullspeed.sharding.group import FlatGroup
 from fullspeed.sharding.holder import ShardHolder
-from fullspeed.sharding.runtime import ShardingRuntime
+from fullspeed.sharding.owner import RuntimeOwner
 
 Source = str | pathlib.Path | Iterable[str | pathlib.Path] | Mapping[str, torch.Tensor]
 
@@ -136,14 +136,14 @@ def _shard_meta(model: nn.Module, group: Group) -> None:
 def _groups_to_write(state: NamedState) -> list[FlatGroup]:
     """The flat groups of the model's parameters, known by the model's names. Collective for an engine's."""
     groups: dict[FlatGroup, None] = {}
-    runtimes: set[ShardingRuntime] = set()
+    prepared: set[RuntimeOwner] = set()
     for fqn, param in state.params.items():
         owner = placeholder.owner_of(param)
         if owner is None:
             continue
-        if isinstance(owner, ShardingRuntime) and owner not in runtimes:
-            restore.prepare_for_writing(owner)
-            runtimes.add(owner)
+        if isinstance(owner, RuntimeOwner) and owner not in prepared:
+            restore.prepare_for_writing(owner.runtime)
+            prepared.add(owner)
         group, slot = owner.place_of(param)
         if isinstance(owner, ShardHolder):
             group.rename(slot, fqn)  # a module under construction did not know what it would be called

@@ -23,6 +23,7 @@ class Command(NamedTuple):
     name: str  # for people: the host it is for, or the program that starts all
     argv: tuple[str, ...]
     env: Mapping[str, str]  # on top of the launching process's
+    ends_with_input: bool = False  # whether its nodes end in their own time once its input does
 
 
 class Task(NamedTuple):
@@ -50,7 +51,7 @@ def _ssh(task: Task) -> list[Command]:
     words = ["ssh", *_SSH_FLAGS, *([] if task.ssh_asks else ["-o", "BatchMode=yes"])]
     words += ["-p", str(task.ssh_port)] if task.ssh_port else []
     return [
-        Command(host, (*words, *task.extra, host, shlex.join(task.start(str(node), ends_with_stdin=True))), {})
+        Command(host, (*words, *task.extra, host, shlex.join(task.start(str(node), ends_with_stdin=True))), {}, True)
         for node, host in enumerate(task.order.hosts)
     ]
 
@@ -62,7 +63,7 @@ def _pdsh(task: Task) -> list[Command]:
     # pdsh puts the host's name for %h, and a percent sign for two.
     remote = shlex.join(task.start("HOST", ends_with_stdin=True)[:-1]).replace("%", "%%") + " %h"
     argv = ("pdsh", "-S", "-R", "ssh", "-f", num_at_once, *task.extra, "-w", hosts, remote)
-    return [Command("pdsh", argv, {"PDSH_SSH_ARGS_APPEND": " ".join(filter(None, append))})]
+    return [Command("pdsh", argv, {"PDSH_SSH_ARGS_APPEND": " ".join(filter(None, append))}, True)]
 
 
 def _openmpi(task: Task) -> list[Command]:

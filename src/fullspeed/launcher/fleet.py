@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 from fullspeed.base.errors import UsageError
 from fullspeed.launcher.backends import Command
+from fullspeed.launcher.rank import SAVE_S
 
 _POLL_S = 0.1
 _AGREE_S = 15.0  # nodes hear of a failed one by themselves and say what came first; only then they are ended
 _LEAVE_S = 10.0  # between asking a command to end and killing it
+_SIGNALLED_S = SAVE_S + 30.0  # nodes end their ranks in bounded time; longer takes a host that cannot be reached
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -28,6 +30,8 @@ class FleetEnd(NamedTuple):
 
 def run_commands(commands: Sequence[Command], environment: Mapping[str, str], num_needed: int) -> FleetEnd:
     """Run all commands and wait for them.
+
+    A signal ends the nodes first, whose ranks may save, and with them the commands; a second one ends these at once.
 
     Args:
         commands: started together; each keeps an open, empty input as long as this process lives.
@@ -44,14 +48,16 @@ def run_commands(commands: Sequence[Command], environment: Mapping[str, str], nu
     with _caught_signals() as caught:
         running = _start(commands, environment)
         ended: list[tuple[str, int]] = []
-        end_at = float("inf")
+        end_at, is_told = float("inf"), False
         while running:
             for name in [name for name, process in running.items() if process.poll() is not None]:
                 ended.append((name, running.pop(name).returncode))
             failed = [(name, code) for name, code in ended if code != 0]
-            if end_at == float("inf") and (caught or len(commands) - len(failed) < num_needed):
-                end_at = time.monotonic() + (0 if caught else _AGREE_S)
-            if time.monotonic() > end_at:
+            if caught and not is_told:
+                is_told, end_at = True, time.monotonic() + _tell_to_end(commands, running)
+            elif end_at == float("inf") and len(commands) - len(failed) < num_needed:
+                end_at = time.monotonic() + _AGREE_S
+            if len(caught) > 1 or time.monotonic() > end_at:
                 _end(running)
                 ended += [(name, process.returncode) for name, process in running.items()]
                 break
@@ -69,13 +75,33 @@ def _start(commands: Sequence[Command], environment: Mapping[str, str]) -> dict[
     started: dict[str, subprocess.Popen[bytes]] = {}
     for command in commands:
         try:
-            process = subprocess.Popen(command.argv, stdin=subprocess.PIPE, env={**environment, **command.env})
+            process = subprocess.Popen(
+                command.argv,
+                stdin=subprocess.PIPE,
+                env={**environment, **command.env},
+                preexec_fn=_ignore_interrupts if command.ends_with_input else None,
+            )
         except FileNotFoundError:
             _end(started)
             program = command.argv[0]
             raise UsageError(f"no program {program!r} here; install it or choose another --launcher") from None
         started[command.name] = process
     return started
+
+
+def _ignore_interrupts() -> None:
+    """Ctrl-C in a terminal reaches every process there; ssh would leave its node with nobody to read what it says."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _tell_to_end(commands: Sequence[Command], running: Mapping[str, subprocess.Popen[bytes]]) -> float:
+    """End the input of the commands if that ends their nodes; returns the seconds they may take."""
+    if not all(command.ends_with_input for command in commands):
+        return 0.0
+    for process in running.values():
+        assert process.stdin is not None
+        process.stdin.close()
+    return _SIGNALLED_S
 
 
 def _end(running: Mapping[str, subprocess.Popen[bytes]]) -> None:

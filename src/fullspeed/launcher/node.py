@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import pathlib
+import platform
 import signal
 import sys
 import tempfile
@@ -16,23 +17,23 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from fullspeed.accelerator import get_accelerator
-from fullspeed.base import env
+from fullspeed.base import env, progress
 from fullspeed.base.errors import CommError, UsageError
 from fullspeed.base.log import LEVELS, logger, set_log_level
 from fullspeed.comm.elastic import (
     Elasticity,
     Meeting,
-    RankExit,
     RanksFailedError,
     RanksInterruptedError,
     interface_towards,
     run_ranks,
 )
 from fullspeed.comm.node_watch import NodeWatch, meet
-from fullspeed.launcher.cause import RankEnd, find_first_cause
+from fullspeed.comm.rank_agent import END_S, Ending, RankExit
+from fullspeed.launcher.cause import RankEnd, Whereabouts, find_first_cause
 from fullspeed.launcher.cores import share_cores
 from fullspeed.launcher.order import NodeOrder
-from fullspeed.launcher.rank import SCRIPT, FailureRecord, RankOrder
+from fullspeed.launcher.rank import SAVE_S, SCRIPT, FailureRecord, RankOrder
 
 _MEET_S = 600.0  # file systems of large clusters can be slow to give out torch
 _MAX_RESTARTS = 100
@@ -53,12 +54,20 @@ class NodeReport(NamedTuple):
     reason: str  # why it ended, when none of its ranks is to blame
     ends: list[RankEnd]
     records: list[FailureRecord]
+    steps: list[tuple[int, int]]  # (rank, updates behind it) of ranks that train
 
     @classmethod
     def from_text(cls, text: str) -> NodeReport:
         """The report that `json.dumps` wrote."""
-        host, reason, ends, records = json.loads(text)
-        return cls(host, reason, [RankEnd(*end) for end in ends], [FailureRecord(*record) for record in records])
+        host, reason, ends, records, steps = json.loads(text)
+        ends, records = [RankEnd(*end) for end in ends], [FailureRecord(*record) for record in records]
+        return cls(host, reason, ends, records, [tuple(step) for step in steps])
+
+    @classmethod
+    def of_ranks(cls, host: str, reason: str, exits: Sequence[RankExit], folder: str) -> NodeReport:
+        """The report of ranks that ended so, with what they left in `folder`."""
+        steps = list(progress.noted_steps(folder).items())
+        return cls(host, reason, [RankEnd(*end) for end in exits], FailureRecord.load_all(folder), steps)
 
 
 def run_node(order: NodeOrder, node: int) -> Outcome:
@@ -106,19 +115,19 @@ def _run_together(order: NodeOrder, node: int, command: Sequence[str], num_ranks
         exits: Sequence[RankExit] = ()
         reason = ""
         try:
-            run_ranks(command, num_ranks, meeting, folder, _agent_level(order.log_level), watch.is_stopped)
+            ending = Ending(watch.is_stopped, lambda: _grace_s(folder))
+            run_ranks(command, num_ranks, meeting, folder, _agent_level(order.log_level), ending)
             watch.finish()
             if not watch.is_stopped():
                 return Outcome(0, "")
         except RanksInterruptedError as stop:
-            watch.tell(json.dumps(NodeReport(order.hosts[node], str(stop), [], [])))
+            watch.tell(json.dumps(NodeReport(order.hosts[node], str(stop), [], [], [])))
             return Outcome(128 + stop.signal_number, str(stop))
         except RanksFailedError as failed:
             exits = failed.exits
         except CommError as error:
             reason = str(error)
-        ends = [RankEnd(*end) for end in exits]
-        own = NodeReport(order.hosts[node], reason or watch.reason or "", ends, FailureRecord.load_all(folder))
+        own = NodeReport.of_ranks(_host_name(order, node), reason or watch.reason or "", exits, folder)
         watch.tell(json.dumps(own))
         return _conclude(own, [NodeReport.from_text(text) for text in watch.hear()])
 
@@ -131,10 +140,24 @@ def _conclude(own: NodeReport, heard: Sequence[NodeReport]) -> Outcome:
     if not ends and not records:
         first = next((one for one in reports if one.host != own.host and not own.reason), own)
         return Outcome(1, first.reason, bool(heard))
+    cause = find_first_cause(ends, records, _whereabouts(reports))
+    return Outcome(cause.exit_code, cause.text, bool(heard))
+
+
+def _whereabouts(reports: Sequence[NodeReport]) -> Whereabouts:
     hosts = {end.rank: report.host for report in reports for end in report.ends}
     hosts |= {record.rank: report.host for report in reports for record in report.records}
-    cause = find_first_cause(ends, records, hosts if len(reports) > 1 else None)
-    return Outcome(cause.exit_code, cause.text, bool(heard))
+    return Whereabouts(hosts, {rank: step for report in reports for rank, step in report.steps})
+
+
+def _host_name(order: NodeOrder, node: int) -> str:
+    """What people call this node; a job of one node knows its host only as this one."""
+    return order.hosts[node] if len(order.hosts) > 1 else platform.node()
+
+
+def _grace_s(folder: str) -> int:
+    """How long ranks may take to leave after a signal."""
+    return SAVE_S if progress.is_any_saving(folder) else END_S
 
 
 def _run_elastic(order: NodeOrder, node: int, command: Sequence[str], num_ranks: int, folder: str) -> Outcome:
@@ -143,12 +166,12 @@ def _run_elastic(order: NodeOrder, node: int, command: Sequence[str], num_ranks:
     elastic = Elasticity(order.elastic.min_nodes, _MAX_RESTARTS, order.elastic.wait_s, order.node_timeout_s)
     meeting = Meeting(order.master_addr, order.master_port, order.run_id, node, order.elastic.max_nodes, elastic)
     try:
-        run_ranks(command, num_ranks, meeting, folder, _agent_level(order.log_level), lambda: False)
+        ending = Ending(lambda: False, lambda: _grace_s(folder))
+        run_ranks(command, num_ranks, meeting, folder, _agent_level(order.log_level), ending)
     except RanksInterruptedError as stop:
         return Outcome(128 + stop.signal_number, str(stop))
     except RanksFailedError as failed:
-        cause = find_first_cause([RankEnd(*end) for end in failed.exits], FailureRecord.load_all(folder))
-        return Outcome(cause.exit_code, cause.text)
+        return _conclude(NodeReport.of_ranks(platform.node(), "", failed.exits, folder), [])
     return Outcome(0, "")
 
 

@@ -5,10 +5,13 @@ Started by the launcher as `python -m fullspeed.launcher.rank ORDER TARGET [word
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import json
 import os
 import pathlib
 import runpy
+import signal
 import sys
 import time
 import traceback
@@ -16,9 +19,12 @@ import types
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fullspeed.base import env
+from fullspeed.base import env, progress
 
 SCRIPT, MODULE, PROGRAM = "script", "module", "program"
+SAVE_S = 600  # ranks that answer a signal by saving may take so long; a second signal ends them at once
+LEAVE_S = 10  # between an exception that reached the top and the end of the process, whatever still holds it
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 class RankOrder(NamedTuple):
@@ -49,7 +55,16 @@ class FailureRecord(NamedTuple):
 
     def save(self, folder: str) -> None:
         """Write the record as one file of `folder`."""
-        pathlib.Path(folder, f"rank{self.rank}.json").write_text(json.dumps(self))
+        self._path(folder, self.rank).write_text(json.dumps(self))
+
+    @classmethod
+    def remove(cls, folder: str, rank: int) -> None:
+        """Forget the record of a rank's earlier process."""
+        cls._path(folder, rank).unlink(missing_ok=True)
+
+    @staticmethod
+    def _path(folder: str, rank: int) -> pathlib.Path:
+        return pathlib.Path(folder, f"rank{rank}.json")
 
     @classmethod
     def load_all(cls, folder: str) -> list[FailureRecord]:
@@ -61,7 +76,11 @@ def main(argv: Sequence[str]) -> None:
     """Run the target named in `argv`, as if Python had been started on it."""
     order, target, words = RankOrder.from_word(argv[1]), argv[2], list(argv[3:])
     rank = env.get_int("RANK", 0) or 0
+    _end_with_launcher()
     _export_identity()
+    FailureRecord.remove(order.record_dir, rank)
+    progress.forget_notes(order.record_dir, rank)
+    env.export({progress.FOLDER_VARIABLE: order.record_dir})
     if order.log_prefix is not None:
         _redirect_output(f"{order.log_prefix}{rank}.log")
     if order.cores is not None:
@@ -76,6 +95,12 @@ def main(argv: Sequence[str]) -> None:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
         _run_script(target)
+
+
+def _end_with_launcher() -> None:
+    """Have the system kill this process if the launcher dies without having ended it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _export_identity() -> None:
@@ -123,6 +148,8 @@ def _record_failures(folder: str, rank: int) -> None:
         if not issubclass(kind, KeyboardInterrupt):
             text = "".join(traceback.format_exception(kind, error, trace))
             FailureRecord(rank, at_ns, text).save(folder)
+            # Threads, exit handlers and communicators may hold a process for ever whose peers are gone.
+            faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=sys.__stderr__ or 2)
         sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
     sys.excepthook = hook

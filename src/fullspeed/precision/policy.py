@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,16 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 def torch_dtype(name: str | None) -> torch.dtype | None:
     """The torch dtype of a configuration's dtype name; None stays None."""
     return None if name is None else DTYPES[name]
+
+
+class CopyDtypes(NamedTuple):
+    """Dtypes of the copies of a parameter and of its gradient."""
+
+    storage: torch.dtype  # of the values that are kept and sent
+    compute: torch.dtype  # of the values forward and backward read
+    master: torch.dtype  # of the values the optimizer updates
+    accum: torch.dtype  # in which gradients add up
+    wire: torch.dtype  # of gradients while they travel
 
 
 @dataclass(frozen=True)
@@ -66,8 +77,15 @@ class PrecisionPolicy:
             buffers=torch_dtype(config.data_types.buffer_dtype),
         )
 
-    def dtypes_of(self, original: torch.dtype) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """(storage, compute, master) of a parameter that had the dtype `original` before."""
-        if self.param is None or self.compute is None or not original.is_floating_point:
-            return original, original, original
-        return self.param, self.compute, torch.float32
+    def dtypes_of(self, original: torch.dtype, wire: torch.dtype | None = None) -> CopyDtypes:
+        """The dtypes of a parameter that had the dtype `original` before; `wire` overrides that of its gradients."""
+        if not original.is_floating_point:
+            return CopyDtypes(original, original, original, original, original)
+        storage = self.param or original
+        return CopyDtypes(
+            storage=storage,
+            compute=self.compute or original,
+            master=original if self.param is None else torch.float32,
+            accum=self.grad_accum or storage,
+            wire=wire or self.wire or storage,
+        )

@@ -1,8 +1,7 @@
 """Reading and writing one parameter's full-precision value, gradient and optimizer state, wherever they live.
 
-`param` is the user's own parameter. The `full` functions are collective when the stage shards what they
-touch: every rank calls them, in the same order. They return None for a parameter no engine trains. The
-    `local` functions touch this
+`param` is the user's own parameter. The `full` functions are collective when the stage shards what they touch: every
+rank calls them, in the same order. They return None for a parameter no engine trains. The `local` functions touch this
 rank's shard only and return None where it owns nothing of the parameter.
 """
 
@@ -17,7 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fullspeed.base.errors import UsageError
 from fullspeed.comm import all_gather_object
 from fullspeed.sharding.group import FlatGroup
-from fullspeed.sharding.optimizer import OwnedPiece, ShardedOptimizer
+from fullspeed.sharding.optimizer import ShardedOptimizer
+from fullspeed.sharding.pieces import OwnedPiece
 
 _optimizers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # user's parameter -> weakref to its ShardedOptimizer
 
@@ -71,11 +71,10 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
         return None
     touched = optimizer.runtime.finish_reduction()
     group, slot = optimizer.runtime.slot_of[param]
-    if group.reduced is None or not touched.get(param, False):
+    reduced = group.grads.reduced
+    if reduced is None or not touched.get(param, False):
         return None
-    grad = _slot_of(group, slot, _whole(group, group.reduced)).to(
-        torch.promote_types(group.reduced.dtype, torch.float32)
-    )
+    grad = _slot_of(group, slot, _whole(group, reduced)).to(torch.promote_types(reduced.dtype, torch.float32))
     return grad / optimizer.loss_scale if optimizer.loss_scale != 1.0 else grad
 
 
@@ -86,12 +85,12 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     _check_shape(param, value)
     optimizer.runtime.finish_reduction()
     group, slot = optimizer.runtime.slot_of[param]
-    group.touched[slot] = True
-    reduced = group.ensure_reduced()
-    owned = optimizer.owned_piece(param)
+    group.grads.touched[slot] = True
+    reduced = group.grads.ensure_reduced()
+    owned = optimizer.owned.get(param)
     if owned is not None:
-        _piece_of(reduced, owned).copy_(_cut(value, owned) * optimizer.loss_scale)
-    group.expose_grads()
+        owned.part_of(reduced).copy_(owned.cut(value) * optimizer.loss_scale)
+    group.grads.expose()
 
 
 @torch.no_grad()
@@ -118,7 +117,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, key: str) -> torch.Tensor
 def _own_state(optimizer: ShardedOptimizer, group: FlatGroup, key: str) -> torch.Tensor | None:
     """This rank's flat part of one per-element state of a whole group; zeros where a parameter has none."""
     flat: torch.Tensor | None = None
-    for owned in optimizer.owned:
+    for owned in optimizer.owned.values():
         if owned.group is not group or owned.tensor not in optimizer.state:
             continue
         value = optimizer.state[owned.tensor].get(key)
@@ -126,7 +125,7 @@ def _own_state(optimizer: ShardedOptimizer, group: FlatGroup, key: str) -> torch
             if flat is None:
                 assert group.master is not None
                 flat = torch.zeros(group.master.numel(), dtype=value.dtype, device=value.device)
-            _piece_of(flat, owned).copy_(value.reshape(-1))
+            owned.part_of(flat).copy_(value)
     return flat
 
 
@@ -135,12 +134,12 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, key:
     """Replace one optimizer state tensor. Every rank passes the same whole `value`."""
     optimizer = _require(param)
     _check_shape(param, value)
-    owned = optimizer.owned_piece(param)
+    owned = optimizer.owned.get(param)
     if owned is not None:
         state = optimizer.state[owned.tensor]
         if key not in state:
             raise UsageError(f"the optimizer has no state {key!r} of this parameter yet; it has {list(state)}")
-        state[key].reshape(-1).copy_(_cut(value, owned))
+        state[key].copy_(owned.cut(value))
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
@@ -159,9 +158,9 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """This rank's slice of the reduced gradient, 1-D, live, still loss-scaled; None before any backward."""
     owned = _owned(param)
-    if owned is None or owned.group.reduced is None:
+    if owned is None or owned.group.grads.reduced is None:
         return None
-    return _piece_of(owned.group.reduced, owned)
+    return owned.part_of(owned.group.grads.reduced).view(-1)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -189,7 +188,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, key
 
 def _owned(param: nn.Parameter) -> OwnedPiece | None:
     optimizer = _owner(param)
-    return None if optimizer is None else optimizer.owned_piece(param)
+    return None if optimizer is None else optimizer.owned.get(param)
 
 
 def _require(param: nn.Parameter) -> ShardedOptimizer:
@@ -216,11 +215,3 @@ def _whole(group: FlatGroup, own: torch.Tensor) -> torch.Tensor:
 def _slot_of(group: FlatGroup, slot: int, full: torch.Tensor) -> torch.Tensor:
     where = group.layout.slots[slot]
     return full[where.offset : where.end].view(where.shape).clone()
-
-
-def _piece_of(own: torch.Tensor, owned: OwnedPiece) -> torch.Tensor:
-    return own[owned.piece.shard_offset : owned.piece.shard_offset + owned.piece.numel]
-
-
-def _cut(value: torch.Tensor, owned: OwnedPiece) -> torch.Tensor:
-    return value.reshape(-1)[owned.piece.start : owned.piece.stop]

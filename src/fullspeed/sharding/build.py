@@ -11,12 +11,15 @@ from fullspeed.comm import Group
 from fullspeed.config import Config
 from fullspeed.precision.policy import PrecisionPolicy, torch_dtype
 from fullspeed.sharding.gatherer import LiveBudget
-from fullspeed.sharding.group import FlatGroup, GradScaling, GroupDtypes
+from fullspeed.sharding.gradients import GradScaling
+from fullspeed.sharding.group import FlatGroup
 from fullspeed.sharding.intake import broadcast_first_values, check_params, first_values, managed_params
+from fullspeed.sharding.leaves import class_paths
 from fullspeed.sharding.links import make_links
 from fullspeed.sharding.placement import placement_of
 from fullspeed.sharding.plan import MERGE_NUMEL, Grouping, PlannedGroup, make_plan
-from fullspeed.sharding.runtime import ReductionPolicy, ShardingRuntime
+from fullspeed.sharding.reductions import ReductionPolicy
+from fullspeed.sharding.runtime import ShardingRuntime
 
 
 def build_runtime(
@@ -53,7 +56,7 @@ def build_runtime(
                 index,
                 planned.params,
                 placement.persistent if index in persistent else placement,
-                _group_dtypes(planned, precision),
+                precision.dtypes_of(planned.key.dtype, planned.key.wire),
                 links,
                 scaling,
                 values_of,
@@ -100,16 +103,9 @@ def _autocast_wires(model: nn.Module, config: Config) -> dict[nn.Parameter, torc
     return {
         param: dtype
         for module in model.modules()
-        if any(name in names for name in _class_paths(type(module)))
+        if not names.isdisjoint(class_paths(type(module)))
         for param in module.parameters(recurse=False)
     }
-
-
-def _class_paths(kind: type) -> tuple[str, str]:
-    """A class as Python spells it, and torch.nn classes as users do."""
-    return f"{kind.__module__}.{kind.__qualname__}", f"torch.nn.{kind.__qualname__}" if (
-        kind.__module__.startswith("torch.nn.")
-    ) else ""
 
 
 def _persistent_groups(groups: Sequence[PlannedGroup], threshold: int, model_threshold: int) -> set[int]:
@@ -132,10 +128,3 @@ def _grad_scaling(config: Config, num_ranks: int) -> GradScaling:
     if factor == 1.0 or config.prescale_gradients:
         return GradScaling(pre=1.0 / num_ranks, post=1.0)
     return GradScaling(pre=1.0 / factor, post=factor / num_ranks)
-
-
-def _group_dtypes(planned: PlannedGroup, precision: PrecisionPolicy) -> GroupDtypes:
-    storage, compute, master = precision.dtypes_of(planned.key.dtype)
-    accum = precision.grad_accum if precision.grad_accum and storage.is_floating_point else storage
-    wire = planned.key.wire or precision.wire or storage
-    return GroupDtypes(storage, compute, master, accum, wire if storage.is_floating_point else storage)

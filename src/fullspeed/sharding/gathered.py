@@ -79,9 +79,13 @@ class GatheredParameters:
     ) -> None:
         loans, self._loans = self._loans, []
         with self._whole:
-            if error is None:  # otherwise other ranks may not come: no collective, edits are dropped
+            try:
+                if error is None:  # otherwise other ranks may not come: no collective, edits are dropped
+                    for loan in loans:
+                        loan.settle(self._modifier_rank)
+            finally:
                 for loan in loans:
-                    loan.settle(self._modifier_rank)
+                    loan.forget_the_rest()
 
 
 def unwrap_model_for_generation(engine: Any) -> GatheredParameters:
@@ -142,6 +146,14 @@ class _Loan:
             if place.param not in self.before or _fingerprint(place.param) != self.before[place.param]:
                 place.group.write_slot(place.slot, place.view)
                 torch.autograd.graph.increment_version(place.param)
+
+    def forget_the_rest(self) -> None:
+        """Edits that were not kept are not to be taken for new ones."""
+        for place in self.places():
+            if _has_moved(place):
+                place.param.data = place.view.view(place.group.layout.slots[place.slot].shape)
+        for group in self.groups:
+            group.note_versions()
 
     def _check_equal(self, group: Group) -> None:
         after = self.fingerprints()

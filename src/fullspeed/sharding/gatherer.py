@@ -6,8 +6,7 @@ In a round
 - every group that any rank demands is gathered by all, in index order;
 - a prefetch happens if all ranks ask for the same one;
 - a rank at the end of its forward or backward, or at its step, says so, and serves the others meanwhile (`Idle`).
-No order of uses can therefore mispair two gathers or leave a rank waiting for a gather that its peers never
-join.
+No order of uses can therefore mispair two gathers or leave a rank waiting for a gather that its peers never join.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from fullspeed.base.errors import UsageError
 from fullspeed.comm import Agreement, Posted
 from fullspeed.sharding.attendant import Attendant
 from fullspeed.sharding.group import FlatGroup
+from fullspeed.sharding.order import LaunchCount
 from fullspeed.sharding.trace import UseTrace
 
 
@@ -49,17 +49,19 @@ class Gatherer:
         groups: Sequence[FlatGroup],
         budget: LiveBudget,
         agreement: Agreement,
-        num_launched: Callable[[], int],
+        launches: LaunchCount,
     ) -> None:
+        """`launches` counts reductions: what this rank started is told to the others, what all did is noted."""
         self._groups = groups
         self._budget = budget
         self._agreement = agreement
-        self._num_launched = num_launched
-        self.num_launched_by_all = 0  # reductions, counted over all passes, that every rank is known to have started
+        self._launches = launches
         self._posted: Posted | None = None  # a prefetch this rank has asked for, answers not read yet
         self._codes: list[int] = []  # what every rank said in the last round
         self._launched: list[int] = []  # reductions every rank had started by then
-        self.communicates = any(group.needs_gather for group in groups)
+        self._communicates = any(group.needs_gather for group in groups)
+        if self._communicates:
+            launches.by_all = 0
         self._prefetched: set[int] = set()
         self._recent: list[int] = []  # most recently used last; the last two are never evicted
         numels = [group.numel for group in groups]
@@ -79,7 +81,7 @@ class Gatherer:
 
     def leave(self) -> None:
         """The rank leaves the model after an evaluation: from now on a thread serves the others' gathers."""
-        if self.communicates:
+        if self._communicates:
             self._attendant.leave()
 
     def follow(self, *, is_training: bool) -> None:
@@ -159,6 +161,7 @@ class Gatherer:
         if group.is_transient and (group.is_whole or group.is_gathering):
             if not group.is_whole:
                 group.finish_unshard()
+            group.keep_edits()
             group.reshard()
             self._prefetched.discard(group.index)
             self.live_numel -= group.numel
@@ -210,7 +213,7 @@ class Gatherer:
     def _post(self, code: int) -> Posted:
         if self.trace is self._evaluation_trace:
             self._agreement.announce()
-        return self._agreement.post([code, self._num_launched()])
+        return self._agreement.post([code, self._launches.mine])
 
     def _resolve(self) -> list[int]:
         """Read the answers to a prefetch this rank has posted; returns the groups whose gathers start now."""
@@ -235,8 +238,8 @@ class Gatherer:
 
     def _agreed(self, rows: list[list[int]]) -> list[int]:
         codes = [row[0] for row in rows]
-        self.num_launched_by_all = min(row[1] for row in rows)
         self._codes, self._launched = codes, [row[1] for row in rows]
+        self._launches.by_all = min(self._launched)
         settled = sorted({other // 2 for other in codes if other >= 0 and other % 2})
         if not settled and codes[0] >= 0 and all(other == codes[0] for other in codes):
             settled = [codes[0] // 2]
@@ -256,7 +259,7 @@ class Gatherer:
         Raises:
             UsageError: on every rank, when one reached its step with fewer backwards than another.
         """
-        if not self.communicates:
+        if not self._communicates:
             return
         self._attendant.come_back()
         while True:
@@ -277,7 +280,7 @@ class Gatherer:
     def _may_leave(self, reason: Idle) -> bool:
         if reason is Idle.AT_STEP:
             return all(code == Idle.AT_STEP for code in self._codes)
-        return reason is Idle.FORWARD_DONE or self.num_launched_by_all >= self._num_launched()
+        return reason is Idle.FORWARD_DONE or self._launches.by_all >= self._launches.mine
 
     def _check_backwards(self) -> None:
         most = max(self._launched)

@@ -19,14 +19,16 @@ views of it stay valid (arXiv:1910.02054, section 5, for what is sharded when).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from fullspeed.base.errors import UsageError
 from fullspeed.base.layout import FlatLayout, Piece
 from fullspeed.comm import Pending
+from fullspeed.precision.policy import CopyDtypes
 from fullspeed.sharding import placeholder
+from fullspeed.sharding.gradients import GradScaling, GroupGradients
 from fullspeed.sharding.links import GroupLinks
 from fullspeed.sharding.placement import Placement
 
@@ -34,32 +36,18 @@ from fullspeed.sharding.placement import Placement
 ValuesOf = Callable[[nn.Parameter], "torch.Tensor | None"]
 
 
-class GroupDtypes(NamedTuple):
-    """Dtypes of a group's tensors (see the note above)."""
-
-    storage: torch.dtype
-    compute: torch.dtype
-    master: torch.dtype
-    accum: torch.dtype
-    wire: torch.dtype  # gradients while they travel
-
-
-class GradScaling(NamedTuple):
-    """Factors that turn a sum over ranks into what the user asked for: `pre` before it travels, `post` after."""
-
-    pre: float
-    post: float
-
-
 class FlatGroup:
-    """Parameters of one unit with one dtype, flat. Verbs: unshard, reshard, reduce_grads, publish."""
+    """Parameters of one unit with one dtype, flat: their values, and in `grads` their gradients.
+
+    Verbs: unshard, reshard, publish; and of the gradients, reduce.
+    """
 
     def __init__(
         self,
         index: int,
         params: Sequence[tuple[str, nn.Parameter]],
         placement: Placement,
-        dtypes: GroupDtypes,
+        dtypes: CopyDtypes,
         links: GroupLinks,
         scaling: GradScaling,
         values_of: ValuesOf = torch.Tensor.detach,
@@ -70,7 +58,7 @@ class FlatGroup:
         self.params = [param for _, param in params]
         self.trained = [param.requires_grad for param in self.params]  # all alike, until some are unfrozen
         self.is_trainable = any(self.trained)  # whether there are masters and gradients
-        self.placement, self.dtypes, self.links, self.scaling = placement, dtypes, links, scaling
+        self.placement, self.dtypes, self.links = placement, dtypes, links
         self.device = self.params[0].device
         self.layout = FlatLayout([(fqn, tuple(p.shape)) for fqn, p in params], links.world_size)
         self.numel = self.layout.padded_numel
@@ -81,20 +69,14 @@ class FlatGroup:
         self.held_by_backward = False
         self._gathering: Pending | None = None
         self._wire: torch.Tensor | None = None  # gathered values on their way to a wider `full`
+        self._versions = [0] * len(self.params)  # what torch counted of writes when values were last in agreement
 
         self._build_values(values_of)
-        self.local: torch.Tensor | None = None
-        self.reduced: torch.Tensor | None = None
-        self._fresh = [True] * len(self.params)  # slot has nothing in `local` yet
-        self.has_local = False
-        self.touched = [False] * len(self.params)  # slot got a gradient since the last step, on this rank
-        self._is_exposed = False  # reduced gradients are visible as `param.grad`
-        self._reducing: Pending | None = None
-        self._incoming: torch.Tensor | None = None
+        self.grads = GroupGradients(self.params, self.layout, placement, dtypes, links, scaling)
         if self.is_trainable:
-            self._make_local()
+            self.grads.allocate()
 
-    # ------------------------------------------------------------------ values
+    # ------------------------------------------------------------------ building
 
     def _build_values(self, values_of: ValuesOf) -> None:
         """Move the parameters into the flat buffers, one at a time; afterwards they are views of `full`."""
@@ -115,25 +97,13 @@ class FlatGroup:
             if values is not None:
                 self.write_slot(index, values)
             param.data = self.full[slot.offset : slot.end].view(slot.shape)
+        self.note_versions()
         if self.is_transient:
             self._free_full()
 
     def _make_master(self) -> torch.Tensor:
         own = self._own_store()
         return own if self.dtypes.master == self.dtypes.storage else own.to(self.dtypes.master)
-
-    def _make_local(self) -> None:
-        if not self.placement.grads:
-            self.local = self.links.reduce.empty(self.numel, self.dtypes.accum, self.device).zero_()
-
-    def train(self, slot: int) -> None:
-        """From now on a frozen parameter is trained; the group's masters start from its resident values."""
-        self.trained[slot] = True
-        self.params[slot].grad = None
-        if not self.is_trainable:
-            self.is_trainable = True
-            self.master = self._make_master()
-            self._make_local()
 
     def _make_store(self) -> torch.Tensor:
         if not self.is_transient:
@@ -148,6 +118,17 @@ class FlatGroup:
         if self.placement.params or not self.placement.optim:
             return self.store
         return self.store[self._own]
+
+    def train(self, slot: int) -> None:
+        """From now on a frozen parameter is trained; the group's masters start from its resident values."""
+        self.trained[slot] = True
+        self.params[slot].grad = None
+        if not self.is_trainable:
+            self.is_trainable = True
+            self.master = self._make_master()
+            self.grads.allocate()
+
+    # ---------------------------------------------------------- unshard, reshard
 
     @property
     def is_transient(self) -> bool:
@@ -207,6 +188,7 @@ class FlatGroup:
             self._is_whole = True
             for param in self.params:
                 placeholder.show(param)
+            self.note_versions()
 
     def serve(self) -> None:
         """Give this rank's shard to the ranks that gather the group now; nothing here changes. Collective."""
@@ -227,6 +209,8 @@ class FlatGroup:
             placeholder.hide(param)
         self.full.untyped_storage().resize_(0)
 
+    # ----------------------------------------------------------- resident values
+
     @torch.no_grad()
     def begin_publish(self) -> Pending | None:
         """After the optimizer's step: bring the resident values up to date with `master`.
@@ -243,6 +227,8 @@ class FlatGroup:
         for param in self.params:
             # A graph kept across the step must fail its version check, as it does in plain torch.
             torch.autograd.graph.increment_version(param)
+        if not self.is_transient:
+            self.note_versions()
         if self.placement.optim and not self.placement.params:
             return self.links.gather.all_gather(self.store, own)
         return None
@@ -250,163 +236,6 @@ class FlatGroup:
     def forget_copies(self) -> None:
         """The resident values change: the next unshard reads them, not a copy made before. On all ranks alike."""
         self._source.forget()
-
-    # --------------------------------------------------------------- gradients
-
-    @torch.no_grad()
-    def accumulate(self, slot: int, factor: float) -> None:
-        """Move `param.grad` of one slot into `local`, times `factor` and the scaling that precedes reduction."""
-        param = self.params[slot]
-        grad = param.grad
-        if grad is None:
-            return
-        self.begin_local()
-        assert self.local is not None
-        where = self.layout.slots[slot]
-        view = self.local[where.offset : where.end].view(where.shape)
-        _accumulate(view, grad, factor * self.scaling.pre, self._fresh[slot])
-        self._fresh[slot] = False
-        param.grad = None
-        self.has_local = True
-        self.touched[slot] = True
-
-    def begin_local(self) -> None:
-        """Make room for this rank's own gradients; what was reduced before is kept apart."""
-        if self.has_local:
-            return
-        if self.placement.grads:
-            # Not waiting for a reduction under way: it keeps its own buffer, and a peer may need us first.
-            self.local = self.links.reduce.empty(self.numel, self.dtypes.accum, self.device)
-            return
-        self.finish_reduce()
-        if self.reduced is not None and self._aliases_local(self.reduced):
-            self.reduced = self.reduced.clone()
-
-    def _aliases_local(self, tensor: torch.Tensor) -> bool:
-        return self.local is not None and tensor.untyped_storage().data_ptr() == self.local.untyped_storage().data_ptr()
-
-    @torch.no_grad()
-    def begin_reduce(self) -> None:
-        """Start summing `local` over ranks. Collective: every rank must call it, with gradients or without."""
-        self.finish_reduce()
-        self.begin_local()
-        local = self.local
-        assert local is not None
-        for slot, is_fresh in zip(self.layout.slots, self._fresh, strict=True):
-            if is_fresh:
-                local[slot.offset : slot.end].zero_()
-        for start, stop in self.layout.gaps():
-            local[start:stop].zero_()
-        wire = local if self.dtypes.wire == local.dtype else local.to(self.dtypes.wire)
-        if self.placement.optim:
-            self._incoming = self._reduction_target(local)
-            self._reducing = self.links.reduce.reduce_scatter(wire, self._incoming)
-        else:
-            self._incoming = wire
-            self._reducing = self.links.reduce.all_reduce(wire)
-        self.has_local = False
-        self._fresh = [True] * len(self.params)
-        if self.placement.grads:
-            self.local = None  # the transfer keeps it for as long as it is read
-
-    def _reduction_target(self, local: torch.Tensor) -> torch.Tensor:
-        """Where the reduced shard lands: in place when nothing was reduced before, else in a tensor to be added."""
-        if self.reduced is None and not self.placement.grads:
-            return local[self._own]
-        return torch.empty(self.layout.shard_numel, dtype=self.dtypes.accum, device=self.device)
-
-    @property
-    def is_reducing(self) -> bool:
-        """Whether a reduction is under way."""
-        return self._reducing is not None
-
-    def advance_reduce(self) -> None:
-        """Wait for the phase of the reduction under way and start its next, if it has one."""
-        if self._reducing is not None:
-            self._reducing.advance()
-
-    def try_finish_reduce(self) -> bool:
-        """Finish the reduction under way if that takes no waiting; returns whether none is under way now."""
-        if self._reducing is not None and self._reducing.poll():
-            self.finish_reduce()
-        return self._reducing is None
-
-    @torch.no_grad()
-    def finish_reduce(self) -> None:
-        """Wait for the reduction under way and add its result to `reduced`. Does nothing when there is none."""
-        if self._reducing is None:
-            return
-        self._reducing.wait()
-        self._reducing = None
-        incoming, self._incoming = self._incoming, None
-        assert incoming is not None
-        if self.scaling.post != 1.0:
-            incoming.mul_(self.scaling.post)
-        if self.reduced is not None:
-            if incoming.data_ptr() != self.reduced.data_ptr():
-                self.reduced.add_(incoming)
-        elif incoming.dtype != self.dtypes.accum:
-            if self.local is not None and not self.placement.grads:
-                self.reduced = self.local.copy_(incoming)
-            else:
-                self.reduced = incoming.to(self.dtypes.accum)
-        else:
-            self.reduced = incoming
-
-    def clear_grads(self) -> None:
-        """Forget all gradients; the buffers of whole gradients stay allocated."""
-        self.finish_reduce()
-        self.reduced = None
-        self.has_local = self._is_exposed = False
-        self._fresh = [True] * len(self.params)
-        self.touched = [False] * len(self.params)
-        if self.placement.grads:
-            self.local = None
-        for param in self.params:
-            param.grad = None
-
-    def expose_grads(self) -> None:
-        """Show reduced gradients as `param.grad` until the step, as plain torch does. Only where they are whole."""
-        if self.placement.optim or self.reduced is None:
-            return
-        self._is_exposed = True
-        for param, slot, touched in zip(self.params, self.layout.slots, self.touched, strict=True):
-            if touched and param.dtype == self.reduced.dtype and not placeholder.is_sharded(param):
-                param.grad = self.reduced[slot.offset : slot.end].view(slot.shape)
-
-    def unexpose_grads(self) -> None:
-        """Take exposed gradients back, with what the user made of them. Does nothing when none are exposed."""
-        if self._is_exposed:
-            self.adopt_exposed_grads()
-            self._is_exposed = False
-            for param in self.params:
-                param.grad = None
-
-    def adopt_exposed_grads(self) -> None:
-        """Take over gradients the user put in place of the exposed ones between backward and step."""
-        if not self._is_exposed or self.reduced is None:
-            return
-        for index, (param, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
-            if not self.touched[index] or param.dtype != self.reduced.dtype or placeholder.is_sharded(param):
-                continue
-            view = self.reduced[slot.offset : slot.end].view(slot.shape)
-            if param.grad is None:
-                self.touched[index] = False
-            elif param.grad.data_ptr() != view.data_ptr():
-                view.copy_(param.grad)
-
-    # ------------------------------------------------------------------ lookup
-
-    def optimizer_pieces(self) -> list[Piece]:
-        """The pieces of the parameters that this rank's optimizer owns, offsets counted in `master`."""
-        if self.placement.optim:
-            return self.layout.pieces(self.links.rank)
-        return self.layout.pieces_between(0, self.numel)
-
-    def rename(self, slot: int, fqn: str) -> None:
-        """Call a parameter by another name."""
-        self.fqns[slot] = fqn
-        self.layout.slots[slot] = self.layout.slots[slot]._replace(fqn=fqn)
 
     @torch.no_grad()
     def write_slot(self, slot: int, value: torch.Tensor) -> None:
@@ -420,6 +249,40 @@ class FlatGroup:
             if low < high:
                 tensor[low - start : high - start].copy_(flat[low - where.offset : high - where.offset])
 
+    @torch.no_grad()
+    def keep_edits(self) -> None:
+        """Take over what somebody wrote into whole parameters, or put in their place as `param.data`.
+
+        Writes are seen by torch's own count of them, which leaves out those through `param.data`.
+
+        Raises:
+            UsageError: a parameter got a tensor of another shape; it has its own again.
+        """
+        if self.is_transient and not self._is_whole:
+            return
+        begin = self.full.data_ptr()
+        for index, (param, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
+            is_elsewhere = slot.numel > 0 and param.data_ptr() != begin + slot.offset * self.full.itemsize
+            if not is_elsewhere and param._version == self._versions[index]:
+                continue
+            view = self.full[slot.offset : slot.end].view(slot.shape)
+            given = param.detach()
+            if is_elsewhere:
+                param.data = view
+            if given.shape != view.shape:
+                raise UsageError(
+                    f"parameter {slot.fqn} of shape {tuple(view.shape)} got a tensor of shape {tuple(given.shape)} "
+                    f"while an engine runs it; change shapes before initialize"
+                )
+            self.write_slot(index, given)
+            if not self.is_transient:
+                view.copy_(given)
+            self._versions[index] = param._version
+
+    def note_versions(self) -> None:
+        """Whole and resident values agree: what is written from now on is an edit."""
+        self._versions = [param._version for param in self.params]
+
     def _resident_tensors(self) -> list[tuple[torch.Tensor, bool]]:
         """(tensor, whether it is this rank's shard only) of everything that holds values now."""
         found = [(self.store, self.placement.params)]
@@ -429,48 +292,39 @@ class FlatGroup:
             found.append((self.full, False))
         return found
 
-    def ensure_reduced(self) -> torch.Tensor:
-        """The reduced gradients, zeros if there are none yet."""
-        self.finish_reduce()
-        if self.reduced is None:
-            assert self.master is not None
-            self.reduced = torch.zeros(self.master.numel(), dtype=self.dtypes.accum, device=self.device)
-        return self.reduced
+    # ------------------------------------------------------ the group as a whole
+
+    def optimizer_pieces(self) -> list[Piece]:
+        """The pieces of the parameters that this rank's optimizer owns, offsets counted in `master`."""
+        if self.placement.optim:
+            return self.layout.pieces(self.links.rank)
+        return self.layout.pieces_between(0, self.numel)
+
+    def rename(self, slot: int, fqn: str) -> None:
+        """Call a parameter by another name."""
+        self.fqns[slot] = fqn
+        self.layout.slots[slot] = self.layout.slots[slot]._replace(fqn=fqn)
 
     def nbytes(self) -> dict[str, int]:
         """Bytes this rank holds for the group, by name; see `Engine.memory_bytes`."""
-        sizes = {"params": _nbytes(self.store), "secondary": self._source.nbytes(), "grads": 0, "master": 0, "live": 0}
-        if self.master is not None and self.master.dtype != self.dtypes.storage:
-            sizes["master"] = _nbytes(self.master)
-        grads = [t for t in (self.local, self.reduced) if t is not None]
-        seen = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in grads}
-        sizes["grads"] = sum(seen.values())
-        if self.is_transient:
-            sizes["live"] = self.full.untyped_storage().nbytes()
-        return sizes
+        master = self.master if self.dtypes.master != self.dtypes.storage else None
+        return {
+            "params": _nbytes(self.store),
+            "secondary": self._source.nbytes(),
+            "grads": self.grads.nbytes(),
+            "master": 0 if master is None else _nbytes(master),
+            "live": self.full.untyped_storage().nbytes() if self.is_transient else 0,
+        }
 
-    def release(self, restore: Callable[[FlatGroup], None]) -> None:
-        """Give the parameters back to their owner as ordinary whole tensors of their own."""
-        restore(self)
+    def release(self) -> None:
+        """Give the parameters back to their owner as ordinary whole tensors of their own. Collective when sharded."""
+        if self.is_transient:
+            self.begin_unshard(exact=True)
+            self.finish_unshard()
         for param in self.params:
             placeholder.disown(param)
             param.data = param.detach().to(self.dtypes.storage, copy=True)
             param.grad = None
-
-
-def _accumulate(view: torch.Tensor, grad: torch.Tensor, factor: float, is_fresh: bool) -> None:
-    """View (+)= factor * grad, in one pass over memory where dtypes agree."""
-    if grad.is_sparse:
-        grad = grad.to_dense()
-    if not is_fresh:
-        view.add_(grad, alpha=factor)
-    elif factor == 1.0:
-        view.copy_(grad)
-    elif grad.dtype == view.dtype:
-        torch.mul(grad, factor, out=view)
-    else:
-        view.copy_(grad)
-        view.mul_(factor)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -16,8 +16,10 @@ from torch import nn
 
 from fullspeed.base.errors import UsageError
 from fullspeed.comm import Group, broadcast, get_rank, get_world_size, make_transport
+from fullspeed.precision.policy import CopyDtypes
 from fullspeed.sharding import attributes, placeholder
-from fullspeed.sharding.group import FlatGroup, GradScaling, GroupDtypes
+from fullspeed.sharding.gradients import GradScaling
+from fullspeed.sharding.group import FlatGroup
 from fullspeed.sharding.links import GroupLinks
 from fullspeed.sharding.outputs import tensors_in
 from fullspeed.sharding.placement import Placement
@@ -90,7 +92,7 @@ class ShardHolder:
             param.data = dense
 
     def _add_group(self, dtype: torch.dtype, members: Sequence[tuple[str, nn.Parameter]]) -> None:
-        dtypes = GroupDtypes(dtype, dtype, dtype, dtype, dtype)
+        dtypes = CopyDtypes(dtype, dtype, dtype, dtype, dtype)
         scaling = GradScaling(pre=1.0, post=1.0)
         group = FlatGroup(len(self._place), members, _IN_SHARDS, dtypes, self._links, scaling, _initial_values)
         self._group_of_storage[group.full.untyped_storage()._cdata] = group
@@ -125,7 +127,7 @@ class ShardHolder:
 
     def _forget(self, param: nn.Parameter, group: FlatGroup) -> None:
         del self._place[param]
-        group.params = [other for other in group.params if other is not param]
+        group.params[:] = [other for other in group.params if other is not param]  # its gradients have the same list
         placeholder.show(param)
         placeholder.disown(param)
         attributes.detach(param)
@@ -165,13 +167,14 @@ class ShardHolder:
     def run(self, tensors: list[torch.Tensor], operation: placeholder.Operation) -> object:
         """Carry out an operation on sharded parameters; see `placeholder.Owner`."""
         if operation.name == "__set__" and operation.args[0] in self._place:
-            self.replace(operation.args[0], operation.args[1])
+            param, value = operation.args
+            self.replace(param, self.copy_of(value) if placeholder.is_sharded(value) else value)
             return None
         groups = self._groups_of(tensors)
         if operation.name in _ESCAPING:
             raise UsageError(
                 f"{operation.name} of {self._names(tensors)} would point at memory that is freed again: its values "
-                f"are in shards; use it inside zero.GatheredParameters"
+                f"are in shards; use it on a copy (.clone()) made inside zero.GatheredParameters"
             )
         with self.whole(groups):
             result = operation.carry_out()

@@ -96,9 +96,10 @@ def _mark(model: nn.Module, modules: list[nn.Module], *, flag: bool) -> list[nn.
     return modules
 
 
-def class_paths(kind: type) -> tuple[str, str]:
-    """The two texts that name a class: its own name and its dotted path."""
-    return kind.__name__, f"{kind.__module__}.{kind.__qualname__}"
+def class_paths(kind: type) -> set[str]:
+    """The texts that name a class: its own name, its dotted path, and for torch's modules `torch.nn.Linear`, say."""
+    paths = {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
+    return paths | {f"torch.nn.{kind.__qualname__}"} if kind.__module__.startswith("torch.nn.") else paths
 
 
 def _of_classes(model: nn.Module, classes: type | str | Sequence[type | str], *, is_required: bool) -> list[nn.Module]:

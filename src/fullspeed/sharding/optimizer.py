@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +15,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fullspeed.base.errors import LossScaleError, UsageError
-from fullspeed.base.layout import Piece
 from fullspeed.base.log import log_dist
 from fullspeed.comm import Group, ReduceOp, all_gather_object, all_reduce
 from fullspeed.optim.shards import ShardAware
 from fullspeed.precision.loss_scale import LossScale, LossScaleChange
 from fullspeed.sharding.group import FlatGroup
+from fullspeed.sharding.pieces import OwnedPiece, own_pieces, own_state, sub_groups
 from fullspeed.sharding.runtime import ShardingRuntime
 from fullspeed.sharding.scopes import uncompiled
 from fullspeed.sharding.shard_view import RuntimeShards
 from fullspeed.sharding.unfreeze import unfreeze
+from fullspeed.sharding.wrapped import WrappedOptimizer
 
 
 @dataclass(frozen=True)
@@ -46,18 +47,15 @@ class StepPolicy:
     require_all_used: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class OwnedPiece:
-    """One parameter's part in this rank's optimizer."""
+class ShardedOptimizer(WrappedOptimizer):
+    """A torch optimizer over shards: in its param groups, this rank's pieces stand for the user's parameters.
 
-    param: nn.Parameter  # the user's
-    tensor: nn.Parameter  # what the inner optimizer steps: a view of the group's master values
-    group: FlatGroup
-    piece: Piece
-
-
-class ShardedOptimizer(Optimizer):
-    """A torch optimizer over shards. `param_groups` and `state` are the inner optimizer's own, live and mutable."""
+    Attributes:
+        owned: this rank's pieces, by the parameter they belong to.
+        overflow: whether the last step was skipped because a gradient was not finite.
+        last_change: what the last step did to the loss scale.
+        before_new_group: may refuse a new param group; set by the engine.
+    """
 
     def __init__(
         self,
@@ -67,20 +65,17 @@ class ShardedOptimizer(Optimizer):
         policy: StepPolicy,
         dp_group: Group,
     ) -> None:
-        # Optimizer.__init__ would build groups of its own; ours are the inner optimizer's.
-        self.optimizer = inner
+        super().__init__(inner, loss_scale)
         self.runtime = runtime
-        self.loss_scaler = loss_scale
         self.policy = policy
         self.dp_group = dp_group
         self.overflow = False
         self.last_change: LossScaleChange | None = None
         self._global_grad_norm: float | None = None  # before clipping, unscaled; -1 when not finite
         self._clipped_grad_norm: float | None = None  # after clipping
-        self.owned: list[OwnedPiece] = []
+        self.owned: dict[nn.Parameter, OwnedPiece] = {}
         self._whole_params: list[list[nn.Parameter]] = []
-        self._piece_of: dict[nn.Parameter, OwnedPiece] = {}
-        self.before_new_group: Callable[[], None] = lambda: None  # may refuse a new param group; set by the engine
+        self.before_new_group: Callable[[], None] = lambda: None
         self._replace_params()
         self.bind_shards()
 
@@ -92,33 +87,20 @@ class ShardedOptimizer(Optimizer):
             whole: list[nn.Parameter] = list(param_group["params"])
             self._whole_params.append(whole)
             param_group["params"] = self.own(whole)
-        for owned in self.owned:
-            if owned.param in state:
-                self.optimizer.state[owned.tensor] = _own_state(state[owned.param], owned)
+        for param, owned in self.owned.items():
+            if param in state:
+                self.optimizer.state[owned.tensor] = own_state(state[param], owned)
 
     def own(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Take over this rank's pieces of those that are trained; returns what the inner optimizer steps for them."""
-        pieces = {
-            (group.index, piece.slot): (group, piece)
-            for group in self.runtime.trainable
-            for piece in group.optimizer_pieces()
-        }
-        taken = []
-        for param in params:
-            place = self.runtime.slot_of.get(param)
-            found = pieces.get((place[0].index, place[1])) if place is not None else None
-            if found is None or not self.runtime.trains(param):
-                continue  # frozen, unknown to the model, or all of it lies on other ranks
-            owned = _own(param, *found)
-            self.owned.append(owned)
-            self._piece_of[param] = owned
-            taken.append(owned.tensor)
-        return taken
+        taken = own_pieces(self.runtime, params)
+        self.owned.update((owned.param, owned) for owned in taken)
+        return [owned.tensor for owned in taken]
 
     def bind_shards(self) -> None:
         """Tell an optimizer that needs whole parameters which of them it holds what of."""
         if isinstance(self.optimizer, ShardAware):
-            self.optimizer.bind_shards(RuntimeShards(self.runtime, self._whole_params, self._piece_of))
+            self.optimizer.bind_shards(RuntimeShards(self.runtime, self._whole_params, self.owned))
 
     # ------------------------------------------------------------------- step
 
@@ -134,6 +116,8 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         touched = self.runtime.finish_reduction()
+        for group in self.runtime.groups:
+            group.keep_edits()
         self._check_use(touched)
         norm = self._reduced_norm()
         self.overflow = self.policy.check_overflow and norm is not None and not math.isfinite(norm)
@@ -179,9 +163,9 @@ class ShardedOptimizer(Optimizer):
             return None
         device = self.runtime.device
         norms = [
-            torch.linalg.vector_norm(group.reduced, dtype=_wide(group.reduced.dtype))
-            for group in self.runtime.trainable
-            if group.reduced is not None
+            torch.linalg.vector_norm(reduced, dtype=_wide(reduced.dtype))
+            for reduced in (group.grads.reduced for group in self.runtime.trainable)
+            if reduced is not None
         ]
         total = torch.zeros((), dtype=torch.float64, device=device)
         for norm in norms:
@@ -198,34 +182,16 @@ class ShardedOptimizer(Optimizer):
         return min(1.0, clip / (norm + 1e-6))
 
     def _step_inner(self, touched: dict[nn.Parameter, bool], factor: float) -> None:
-        for batch in self._sub_groups():
+        for batch in sub_groups(self.owned.values(), self.runtime.trainable, self.policy.sub_group_numel):
             groups = {owned.group.index: owned.group for owned in batch}
             # Gradients of this sub-group only: freed before the next is widened.
             grads = {index: _step_gradient(group, factor) for index, group in groups.items()}
             for owned in batch:
-                owned.tensor.grad = _view_like(grads[owned.group.index], owned) if touched[owned.param] else None
+                owned.tensor.grad = owned.part_of(grads[owned.group.index]) if touched[owned.param] else None
             self.optimizer.step()
             for owned in batch:
                 owned.tensor.grad = None
             del grads
-
-    def _sub_groups(self) -> list[list[OwnedPiece]]:
-        """Owned pieces in batches of whole groups, each batch at most `sub_group_numel` elements (or one group).
-
-        The cut follows the groups, not what this rank owns of them, so every rank makes as many steps.
-        """
-        by_group: dict[int, list[OwnedPiece]] = {group.index: [] for group in self.runtime.trainable}
-        for owned in self.owned:
-            by_group[owned.group.index].append(owned)
-        batches: list[list[OwnedPiece]] = [[]]
-        numel = 0
-        for group in self.runtime.trainable:
-            if numel and numel + group.numel > self.policy.sub_group_numel:
-                batches.append([])
-                numel = 0
-            batches[-1].extend(by_group[group.index])
-            numel += group.numel
-        return batches
 
     # --------------------------------------------------------------- overflow
 
@@ -246,9 +212,9 @@ class ShardedOptimizer(Optimizer):
         After a first overflow, gradients are watched as they arrive, so the rank that made the value is known too.
         """
         found = None
-        for owned in self.owned:
-            reduced = owned.group.reduced
-            if reduced is not None and not torch.isfinite(_view_like(reduced, owned)).all():
+        for owned in self.owned.values():
+            reduced = owned.group.grads.reduced
+            if reduced is not None and not torch.isfinite(owned.part_of(reduced)).all():
                 found = (owned.group.index, owned.piece.slot, self.runtime.name_of(owned.param))
                 break
         rows = all_gather_object((found, self.runtime.first_nonfinite), self.dp_group)
@@ -258,36 +224,7 @@ class ShardedOptimizer(Optimizer):
         where = f", made on {', '.join(sources)}" if sources else ""
         return f"{names[0][2] if names else 'unknown'}{where}"
 
-    # ------------------------------------------------------- optimizer's names
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's groups; their "params" are this rank's pieces."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The inner optimizer's state, keyed by piece."""
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The inner optimizer's defaults."""
-        return self.optimizer.defaults
-
-    @property
-    def loss_scale(self) -> float:
-        """What losses are multiplied with before backward; 1 unless fp16."""
-        return float(self.loss_scaler.scale)
-
-    @property
-    def cur_scale(self) -> float:
-        """The same, under its older name."""
-        return self.loss_scale
+    # ------------------------------------------------- parameters and gradients
 
     @property
     def dtype(self) -> torch.dtype:
@@ -304,23 +241,6 @@ class ShardedOptimizer(Optimizer):
         """The same, under its older name."""
         return self._whole_params
 
-    def owned_piece(self, param: nn.Parameter) -> OwnedPiece | None:
-        """This rank's part of one of the user's parameters; None when it owns none of it."""
-        return self._piece_of.get(param)
-
-    def override_loss_scale(self, scale: float) -> None:
-        """Use `scale` from now on; a dynamic scale moves on from it."""
-        self.loss_scaler.override(scale)
-
-    def get_lr(self) -> list[float]:
-        """Learning rate of every group."""
-        return [float(group["lr"]) for group in self.param_groups]
-
-    def set_lr(self, lr: float) -> None:
-        """Set the learning rate of every group."""
-        for group in self.param_groups:
-            group["lr"] = lr
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients accumulated and reduced so far."""
         del set_to_none
@@ -333,74 +253,21 @@ class ShardedOptimizer(Optimizer):
         members = {param for whole in self._whole_params for param in whole}
         if any(param in members for param in params):
             raise UsageError("some parameters are in a param group already; engine.unfreeze trains them there")
-        self.unfreeze(params, None, {name: value for name, value in param_group.items() if name != "params"})
-
-    def unfreeze(self, params: Sequence[nn.Parameter], into: int | None, options: Mapping[str, Any]) -> None:
-        """Train parameters that were frozen at initialize. Collective; see `Engine.unfreeze`."""
-        unfreeze(self, params, into, options)
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's shards of the optimizer's state, with the loss scale."""
-        return {"optimizer": self.optimizer.state_dict(), "loss_scale": self.loss_scaler.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave, on the same rank of the same number of ranks."""
-        self.optimizer.load_state_dict(state_dict["optimizer"])
-        self.loss_scaler.load_state_dict(state_dict["loss_scale"])
-
-    def nbytes(self) -> int:
-        """Bytes of optimizer state this rank holds."""
-        tensors = [
-            value for state in self.state.values() for value in state.values() if isinstance(value, torch.Tensor)
-        ]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-    def __repr__(self) -> str:
-        return f"ShardedOptimizer({self.optimizer!r})"
-
-
-def _own(param: nn.Parameter, group: FlatGroup, piece: Piece) -> OwnedPiece:
-    """The tensor the inner optimizer steps for `param`: itself where nothing is sharded or rounded."""
-    assert group.master is not None
-    slot = group.layout.slots[piece.slot]
-    if not group.placement.optim and group.master.data_ptr() == group.full.data_ptr() and not group.is_transient:
-        return OwnedPiece(param, param, group, piece)
-    flat = group.master[piece.shard_offset : piece.shard_offset + piece.numel]
-    shaped = flat if group.placement.optim else flat.view(slot.shape)
-    tensor = nn.Parameter(shaped, requires_grad=True)
-    return OwnedPiece(param, tensor, group, piece)
-
-
-def _own_state(state: dict[str, Any], owned: OwnedPiece) -> dict[str, Any]:
-    """This rank's part of the state an optimizer already has of a whole parameter."""
-    mine = {}
-    for key, value in state.items():
-        is_per_element = isinstance(value, torch.Tensor) and value.shape == owned.param.shape and key != "step"
-        if is_per_element:
-            cut = value.reshape(-1)[owned.piece.start : owned.piece.stop]
-            mine[key] = cut.to(owned.tensor.dtype, copy=True).view(owned.tensor.shape)
-        else:
-            mine[key] = value
-    return mine
+        options = {name: value for name, value in param_group.items() if name != "params"}
+        unfreeze(self, params, None, options)
 
 
 def _step_gradient(group: FlatGroup, factor: float) -> torch.Tensor:
     """The group's reduced gradient, unscaled and clipped, in the dtype of its masters."""
     assert group.master is not None
-    if group.reduced is None:
+    grad = group.grads.reduced
+    if grad is None:
         return torch.zeros_like(group.master)
-    grad = group.reduced
     if grad.dtype != group.master.dtype:
         grad = grad.to(group.master.dtype)
     if factor != 1.0:
         grad.mul_(factor)
     return grad
-
-
-def _view_like(flat: torch.Tensor, owned: OwnedPiece) -> torch.Tensor:
-    piece = owned.piece
-    view = flat[piece.shard_offset : piece.shard_offset + piece.numel]
-    return view if owned.group.placement.optim else view.view(owned.group.layout.slots[piece.slot].shape)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -1,8 +1,25 @@
-"""In which order groups are reduced: the same on every rank, whatever order gradients arrive in. Integers only."""
+"""In which order groups are reduced, the same on every rank whatever order gradients arrive in, and how many have been.
+
+Integers only.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+
+
+class LaunchCount:
+    """How many reductions have been started, over all passes.
+
+    Attributes:
+        mine: by this rank.
+        by_all: by every rank, as far as this one knows; infinite where ranks need not know it of each other.
+    """
+
+    def __init__(self) -> None:
+        self.mine = 0
+        self.by_all: float = math.inf
 
 
 class ReductionOrder:
@@ -18,7 +35,6 @@ class ReductionOrder:
 
     def __init__(self, order: Sequence[int]) -> None:
         self.order = list(order)
-        self._position = {group: position for position, group in enumerate(self.order)}
         self._ready: set[int] = set()
         self.num_launched = 0
 
@@ -26,10 +42,6 @@ class ReductionOrder:
         """Nothing is ready, nothing launched."""
         self._ready.clear()
         self.num_launched = 0
-
-    def is_launched(self, group: int) -> bool:
-        """Whether `group` was launched in this pass."""
-        return self._position[group] < self.num_launched
 
     def ready(self, group: int) -> list[int]:
         """Note that `group` has all its gradients; returns the groups whose turn has come, in order."""

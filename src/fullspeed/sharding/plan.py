@@ -162,7 +162,7 @@ def _is_leaf(module: nn.Module, name: str, grouping: Grouping) -> bool:
 def _is_declared_leaf(module: nn.Module, name: str, grouping: Grouping) -> bool:
     return (
         z3_leaf_module(module)
-        or any(path in grouping.leaf_classes for path in class_paths(type(module)))
+        or not class_paths(type(module)).isdisjoint(grouping.leaf_classes)
         or name in grouping.leaf_names
         or any(name.endswith(suffix) for suffix in grouping.leaf_suffixes)
     )

@@ -13,7 +13,7 @@ from fullspeed.optim.shards import gather_by_sum
 from fullspeed.sharding.runtime import ShardingRuntime
 
 if TYPE_CHECKING:
-    from fullspeed.sharding.optimizer import OwnedPiece
+    from fullspeed.sharding.pieces import OwnedPiece
 
 
 class RuntimeShards:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# A pass longer than this (forwards with gradients that no backward ever ends) starts over, so the record is
-# bounded.
+# A pass longer than this (forwards with gradients that no backward ever ends) starts over, so the record is bounded.
 _MAX_USES = 100_000
 
 

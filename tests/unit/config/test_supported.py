@@ -3,21 +3,25 @@
 import pytest
 
 from fullspeed.base.errors import ConfigError
-from fullspeed.config import check_supported, load_config
+from fullspeed.config import check_offload, check_supported, load_config
 from fullspeed.config.root import Config
 from fullspeed.config.supported import ENABLED, MISSING, value_at
 
 CPU = {"device": "cpu"}
+DISK = {"device": "nvme", "nvme_path": "/tmp"}
 
 
 @pytest.mark.parametrize(
     ("source", "path"),
     [
         *(({block: {"enabled": True}}, f"{block}.enabled") for block in ENABLED if "." not in block),
-        ({"zero_optimization": {"stage": 3, "offload_param": CPU}}, "zero_optimization.offload_param"),
         (
-            {"zero_optimization": {"stage": 1, "offload_optimizer": CPU}},
-            "zero_optimization.offload_optimizer",
+            {"zero_optimization": {"stage": 3, "offload_param": DISK}},
+            "zero_optimization.offload_param.device",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": DISK}},
+            "zero_optimization.offload_optimizer.device",
         ),
         (
             {"zero_optimization": {"zero_quantized_nontrainable_weights": True}},
@@ -107,3 +111,14 @@ def test_typical_files_pass():
             },
         }
     )
+
+
+def test_offload_to_host_memory_is_what_a_cpu_does_anyway() -> None:
+    config = load_config({"zero_optimization": {"stage": 3, "offload_param": CPU, "offload_optimizer": CPU}})
+    check_offload(config, "cpu")
+    with pytest.raises(ConfigError) as error:
+        check_offload(config, "cuda")
+    assert [fault.path for fault in error.value.faults] == [
+        "zero_optimization.offload_param",
+        "zero_optimization.offload_optimizer",
+    ]

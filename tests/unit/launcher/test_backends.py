@@ -49,6 +49,7 @@ def split(words: list[str]) -> tuple[list[str], NodeOrder, str]:
 
 
 START = ["sh", "-c", 'cd "$0" && exec "$@"', "/my job", "env", "A=it's 100%", "NCCL_DEBUG=INFO", *PROGRAM]
+SRUN = ["srun", "--nodes", "2", "--ntasks", "2", "--ntasks-per-node", "1"]
 HYDRA = ["mpirun", "-n", "2", "-ppn", "1", "-hosts", "work1,work2"]
 
 
@@ -65,7 +66,7 @@ HYDRA = ["mpirun", "-n", "2", "-ppn", "1", "-hosts", "work1,work2"]
         ("mvapich", [*HYDRA, "-genv", "MV2_ENABLE_AFFINITY", "0"], "env:MV2_COMM_WORLD_RANK,PMI_RANK"),
         (
             "slurm",
-            "srun --nodes 2 --ntasks 2 --ntasks-per-node 1 --cpu-bind none --nodelist work1,work2".split(),
+            [*SRUN, "--cpu-bind", "none", "--nodelist", "work1,work2"],
             "env:SLURMD_NODENAME",
         ),
     ],

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from fullspeed.launcher.cause import RankEnd, find_first_cause
+from fullspeed.launcher.cause import RankEnd, Whereabouts, find_first_cause
 from fullspeed.launcher.rank import FailureRecord
 
 KILLED, ABORTED, ENDED = -signal.SIGKILL, -signal.SIGABRT, -signal.SIGTERM
@@ -51,3 +51,10 @@ def test_others_stand_before_the_cause():
     lines = find_first_cause(ends, []).text.splitlines()
     assert lines == ["rank 1 failed later (killed by SIGKILL, often because memory ran out)", lines[-1]]
     assert lines[-1] == "rank 0 failed first (exit code 7)"
+
+
+def test_host_step_and_the_signal_behind_a_code_are_told_where_known():
+    where = Whereabouts({0: "work1", 1: "work2"}, {1: 12})
+    assert find_first_cause([RankEnd(0, 7)], [], where).text == "rank 0 on work1 failed first (exit code 7)"
+    text = find_first_cause([RankEnd(1, 143)], [], where).text
+    assert text == "rank 1 on work2 failed first (exit code 143, after SIGTERM; after step 12)"

@@ -66,6 +66,19 @@ def test_a_signal_ends_all_and_handlers_return():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+NODE = "cat; sleep 1.5; echo ended >{}"  # saves for longer than a command that is told to end may take
+
+
+@pytest.mark.parametrize(("second_s", "ends_by_itself"), [(None, True), (0.9, False)])
+def test_nodes_that_end_with_their_input_may_save_until_a_second_signal(tmp_path, second_s, ends_by_itself):
+    for delay_s in (0.3, second_s):
+        if delay_s is not None:
+            threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT)).start()
+    commands = [Command("host", ("sh", "-c", NODE.format(tmp_path / "told")), {}, True)]
+    assert run_commands(commands, dict(os.environ), 1) == FleetEnd(128 + signal.SIGINT, ())
+    assert (tmp_path / "told").exists() == ends_by_itself
+
+
 def test_missing_program():
     with pytest.raises(UsageError, match="no program 'no-such-launcher' here; install it or choose another --launcher"):
         run_commands([Command("x", ("no-such-launcher",), {})], {}, 1)

@@ -61,7 +61,6 @@ def test_groups_wait_for_their_turn() -> None:
     order = ReductionOrder([2, 1, 0])
     assert order.ready(0) == []
     assert order.ready(2) == [2]
-    assert not order.is_launched(1)
     assert order.ready(1) == [1, 0]
     assert order.remaining() == []
 
