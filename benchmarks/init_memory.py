@@ -20,7 +20,7 @@ LIMIT = 1.35  # times (share + largest layer)
 MIB = 2**20
 
 
-def llama(size: str):  # noqa: ANN201 - a transformers config
+def llama(size: str):
     """A Llama-like configuration of about 300 million parameters, or a tiny one to try the script."""
     from transformers import LlamaConfig
 

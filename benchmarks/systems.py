@@ -36,6 +36,7 @@ ZERO: dict[int, dict[str, Any]] = {
     },
 }
 FULLSPEED = tuple(f"fullspeed-{stage}" for stage in ZERO)
+VARIANTS: dict[str, dict[str, Any]] = {"fullspeed-3:no-prefetch": {"stage3_prefetch_bucket_size": 0}}
 DEEPSPEED = tuple(f"deepspeed-{stage}" for stage in ZERO)
 TORCH = ("ddp", "fsdp2-keep", "fsdp2-reshard")
 
@@ -110,11 +111,12 @@ def engine_config(stage: int, is_bf16: bool) -> dict[str, Any]:
     }
 
 
-def fullspeed_trainer(stage: int, is_bf16: bool) -> Trainer:
-    """FullSpeed with the optimizer named in its config."""
+def fullspeed_trainer(stage: int, is_bf16: bool, zero: dict[str, Any]) -> Trainer:
+    """FullSpeed with the optimizer named in its config; `zero` changes the section of its stage."""
     import fullspeed
 
     config = engine_config(stage, is_bf16) | {"optimizer": {"type": "AdamW", "params": ADAMW}}
+    config["zero_optimization"] = config["zero_optimization"] | zero
     model = build_model()
     engine, *_ = fullspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     return Trainer(engine_step(engine), engine.memory_bytes)
@@ -144,11 +146,11 @@ def engine_step(engine: Any) -> Callable[[Any], Any]:
 
 
 def make_trainer(system: str) -> Trainer:
-    """The system called `name`, `name-stage`, or either with `@bf16` behind it."""
+    """The system called `name`, `name-stage`, or either with `@bf16` behind it; or one of the variants."""
     name, _, dtype = system.partition("@")
-    library, _, stage = name.partition("-")
+    library, _, stage = name.partition(":")[0].partition("-")
     if library == "fullspeed":
-        return fullspeed_trainer(int(stage), dtype == "bf16")
+        return fullspeed_trainer(int(stage), dtype == "bf16", VARIANTS.get(name, {}))
     if library == "deepspeed":
         return deepspeed_trainer(int(stage), dtype == "bf16")
     return torch_trainer(name, dtype == "bf16")

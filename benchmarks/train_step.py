@@ -24,7 +24,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-from systems import DEEPSPEED, FULLSPEED, MICRO_BATCH, SEQUENCE_TOKENS, TORCH, ZERO, batches, make_trainer
+from systems import DEEPSPEED, FULLSPEED, MICRO_BATCH, SEQUENCE_TOKENS, TORCH, VARIANTS, ZERO, batches, make_trainer
 
 RANKS = 2
 MARK = "RESULT "  # begins the line of a worker's output that is meant for us
@@ -175,7 +175,7 @@ def run_rounds(systems: Sequence[str], options: argparse.Namespace) -> Runs:
 def peer_of(system: str, column: str) -> str:
     """The system that `column` compares `system` with; FSDP2 keeps parameters whole up to stage 2."""
     name, at, dtype = system.partition("@")
-    stage = name.rpartition("-")[2]
+    stage = name.partition(":")[0].rpartition("-")[2]
     fsdp2 = "fsdp2-reshard" if stage == "3" else "fsdp2-keep"
     peers = {"DDP": "ddp", "DeepSpeed": f"deepspeed-{stage}", "FSDP2": fsdp2}
     return peers[column] + at + dtype
@@ -280,7 +280,7 @@ def chosen_systems(options: argparse.Namespace) -> list[str]:
     if options.dtype == "bf16":
         default = [*FULLSPEED, *(f"{system}@bf16" for system in FULLSPEED), "ddp"]
     systems = options.systems.split(",") if options.systems else default
-    known = {*FULLSPEED, *TORCH, *DEEPSPEED, "alone"}
+    known = {*FULLSPEED, *VARIANTS, *TORCH, *DEEPSPEED, "alone"}
     unknown = [system for system in systems if system.removesuffix("@bf16") not in known]
     if unknown:
         sys.exit(f"unknown system {', '.join(unknown)}; choose from {', '.join(sorted(known))}, or with @bf16")

@@ -26,6 +26,8 @@ import fullspeed
 from fullspeed.comm import CommRecorder, all_reduce, get_rank, get_world_size, observing
 
 SEQUENCE_BYTES = 128
+MICRO_BATCH = 4
+WIDTH = 224  # half the example's: a quarter of its parameters
 SHOWN_STEPS = (1, 25, 50, 100, 150, 200)
 WAYS: dict[str, dict[str, Any]] = {
     "stage 3": {},
@@ -52,7 +54,7 @@ def configuration(way: str, ranks_per_node: int) -> dict[str, Any]:
     if "zero_hpz_partition_size" in zero:
         zero["zero_hpz_partition_size"] = ranks_per_node
     return {
-        "train_micro_batch_size_per_gpu": 8,
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
@@ -73,14 +75,15 @@ def crossing_bytes(recorder: CommRecorder, ranks_per_node: int) -> int:
 def train(way: str, steps: int, ranks_per_node: int, data: Windows) -> tuple[float, float, list[float]]:
     """M in bytes, bytes across nodes in one step, and the loss of every step, averaged over ranks."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig())
+    model = GPT(GPTConfig(width=WIDTH))
     numel = sum(param.numel() for param in model.parameters())
     engine, *_ = fullspeed.initialize(model=model, config=configuration(way, ranks_per_node))
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(1))
     losses, crossing = [], 0
     for step in range(steps):
-        first = (step * get_world_size() + get_rank()) * 8
-        tokens, targets = zip(*(data[int(order[index % len(order)])] for index in range(first, first + 8)), strict=True)
+        first = (step * get_world_size() + get_rank()) * MICRO_BATCH
+        chosen = [int(order[index % len(order)]) for index in range(first, first + MICRO_BATCH)]
+        tokens, targets = zip(*(data[index] for index in chosen), strict=True)
         recorder = CommRecorder()
         with observing(recorder):
             logits = engine(torch.stack(tokens))

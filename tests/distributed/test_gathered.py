@@ -61,10 +61,14 @@ def test_an_edit_of_every_rank_reaches_the_master(rank: int, world_size: int, ho
 def test_one_ranks_edit_needs_modifier_rank(rank: int, world_size: int, home: str) -> None:  # I1
     model, engine = housed(home, rank)
     before = master_of(model.inner.weight, engine)
-    with pytest.raises(UsageError, match=r"weight \(edited on rank 1\).*modifier_rank"):
+
+    def edit_alone() -> None:
         with zero.GatheredParameters(model.inner.weight):
             if rank == 1:
                 model.inner.weight.data.add_(1)
+
+    with pytest.raises(UsageError, match=r"weight \(edited on rank 1\).*modifier_rank"):
+        edit_alone()
     assert torch.equal(master_of(model.inner.weight, engine), before)
     with zero.GatheredParameters(model.inner.weight, modifier_rank=1):
         model.inner.weight.data.fill_(float(rank))
@@ -130,9 +134,15 @@ def test_nested_contexts(rank: int, world_size: int, home: str) -> None:  # I3
 def test_an_exception_inside_drops_edits_and_shards_again(rank: int, world_size: int, home: str) -> None:
     model, engine = housed(home, rank)
     before = master_of(model.inner.weight, engine)
-    with pytest.raises(ZeroDivisionError), zero.GatheredParameters(model.inner.weight):
-        model.inner.weight.data.zero_()
-        _ = 1 // 0
+
+    def fail_inside() -> None:
+        with zero.GatheredParameters(model.inner.weight), torch.no_grad():
+            model.inner.weight.data.zero_()
+            model.inner.weight.zero_()  # a write torch counts
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
     assert is_sharded(model.inner.weight)
     assert torch.equal(master_of(model.inner.weight, engine), before)
 

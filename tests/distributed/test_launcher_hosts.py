@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,12 +24,12 @@ TRAIN = """
 import torch, fullspeed
 torch.manual_seed(0)
 model = torch.nn.Linear(3, 1)
-config = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 2}}
+config = {"train_batch_size": 6, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 2}}
 engine, *_ = fullspeed.initialize(model=model, config=config)
-data = torch.arange(12.0).view(4, 3) / 12
+data = torch.arange(18.0).view(6, 3) / 18
 losses = []
 for step in range(3):
-    loss = engine(data.chunk(2)[engine.global_rank]).square().mean()
+    loss = engine(data.chunk(engine.world_size)[engine.global_rank]).square().mean()
     engine.backward(loss)
     engine.step()
     losses.append(loss.item())
@@ -47,11 +48,13 @@ class Ended(NamedTuple):
 class Job:
     """`fullspeed` started on the hub."""
 
-    def __init__(self, hosts: Hosts, folder: pathlib.Path, *words: str) -> None:
-        (folder / "hosts").write_text("".join(f"{address} slots=1\n" for address in hosts.addresses))
-        command = [sys.executable, "-m", "fullspeed.cli.main", "-H", "hosts", "--launcher_args", hosts.ssh_args]
+    def __init__(self, hosts: Hosts, folder: pathlib.Path, *words: str, count: int = 2, launcher: str = "ssh") -> None:
+        (folder / "hosts").write_text("".join(f"{address} slots=1\n" for address in hosts.addresses[:count]))
+        command = [sys.executable, "-m", "fullspeed.cli.main", "-H", "hosts", "--launcher", launcher]
+        command += ["--launcher_args", hosts.ssh_args] if launcher == "ssh" else []
         command += ["--node_timeout", str(NODE_TIMEOUT_S), *words]
         environment = {**os.environ, "PYTHONPATH": str(SRC), "NCCL_DEBUG": "it's on"}
+        environment["PDSH_SSH_ARGS_APPEND"] = hosts.ssh_args
         output = (folder / "output").open("wb")
         self.output = folder / "output"
         self.process = subprocess.Popen(
@@ -92,23 +95,28 @@ def wait_until_ended(pids: list[int]) -> None:
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
-    with real_hosts(tmp_path_factory.mktemp("hosts"), 2) as found:
+    with real_hosts(tmp_path_factory.mktemp("hosts"), 3) as found:
         yield found
 
 
-def test_training_over_ssh(hosts, tmp_path):
+@pytest.mark.parametrize(("launcher", "count"), [("ssh", 2), ("ssh", 3), ("pdsh", 2)])
+def test_training_on_several_hosts(hosts, tmp_path, launcher, count):
+    if launcher == "pdsh" and shutil.which("pdsh") is None:
+        pytest.skip("no pdsh here")
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / ".deepspeed_env").write_text('GREETING=it\'s a "test"\n')
     (tmp_path / "job.sh").write_text(
         'echo "told $RANK $MASTER_ADDR $GREETING $NCCL_DEBUG"; exec "$PYTHON_HERE" train.py\n'
     )
     os.environ["PYTHON_HERE"] = sys.executable
-    ended = Job(hosts, tmp_path, "--no_python", "--no_local_rank", "sh", "job.sh").wait()
+    words = ("--no_python", "--no_local_rank", "sh", "job.sh")
+    ended = Job(hosts, tmp_path, *words, count=count, launcher=launcher).wait()
     assert ended.code == 0, ended.output
-    told = sorted(re.findall("^told .*", ended.output, re.M))
-    assert told == [f"told {rank} {hosts.addresses[0]} it's a \"test\" it's on" for rank in (0, 1)]
-    losses = [line.split()[1:] for line in sorted(re.findall("^losses .*", ended.output, re.M))]
-    assert [line[:2] for line in losses] == [["0", "2"], ["1", "2"]]
+    # pdsh puts the host's name before each line.
+    told = sorted(re.findall("told .*", ended.output))
+    assert told == [f"told {rank} {hosts.addresses[0]} it's a \"test\" it's on" for rank in range(count)]
+    losses = [line.split()[1:] for line in sorted(re.findall("losses .*", ended.output))]
+    assert [line[:2] for line in losses] == [[str(rank), str(count)] for rank in range(count)]
     assert all(float(line[-1]) < float(line[2]) for line in losses)
 
 
