@@ -21,7 +21,7 @@ LIMIT_S = 150.0
 NODE_TIMEOUT_S = 5
 
 TRAIN = """
-import torch, fullspeed
+import sys, torch, fullspeed
 torch.manual_seed(0)
 model = torch.nn.Linear(3, 1)
 config = {"train_batch_size": 6, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 2}}
@@ -33,7 +33,8 @@ for step in range(3):
     engine.backward(loss)
     engine.step()
     losses.append(loss.item())
-print("losses", engine.global_rank, engine.world_size, *losses, flush=True)
+words = ["losses", engine.global_rank, engine.world_size, *losses]
+sys.stdout.write(" ".join(map(str, words)) + "\\n")  # at once: ranks share the terminal
 """
 
 

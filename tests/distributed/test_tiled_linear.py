@@ -35,10 +35,15 @@ def blocks(seed=0, *, is_tiled=True):
     return model
 
 
+def steady_adamw(params):
+    """With torch's eps of 1e-8 an element of nearly zero gradient moves by more than a rounding in any other order."""
+    return torch.optim.AdamW(params, lr=1e-2, eps=1e-6, weight_decay=0.1)
+
+
 @ranks(2, 4)
 def test_training_with_tiles_equals_plain_torch(rank, world_size):
     for stage in (1, 3):
-        Pair(rank, world_size, blocks, zero_config(stage, accum=2, clip=0.05), adamw).train(3).check()
+        Pair(rank, world_size, blocks, zero_config(stage, accum=2, clip=0.05), steady_adamw).train(3).check()
 
 
 @ranks(2)

@@ -24,7 +24,7 @@ def test_run_help_lists_flags(capsys):
     assert stop.value.code == 0
     shown = capsys.readouterr().out
     assert "--num_gpus" in shown
-    assert "--hostfile" not in shown
+    assert "--hostfile" in shown
 
 
 @pytest.mark.parametrize("words", [["--hostfile", "h", "t.py"], ["run", "--num_gpus", "0", "t.py"], ["run"]])
