@@ -98,7 +98,7 @@ def train(way: str, steps: int, ranks_per_node: int, data: Windows) -> tuple[flo
 
 
 def main() -> None:
-    """Train every way and print both tables on rank 0."""
+    """Train every way; rank 0 prints a row for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--ranks-per-node", type=int, default=2)
@@ -108,17 +108,18 @@ def main() -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(args.ranks_per_node)
     fullspeed.init_distributed()
     data = Windows(load_source_text().train, SEQUENCE_BYTES)
-    found = {way: train(way, args.steps, args.ranks_per_node, data) for way in args.ways}
-    if get_rank() != 0:
-        return
     shown = [step for step in SHOWN_STEPS if step <= args.steps]
-    heads = " | ".join(f"loss at {step}" for step in shown)
-    print(f"| way | across nodes, MB a step | in M | {heads} | mean of last 20 |")
-    print("|---|" + "---|" * (len(shown) + 3))
-    for way, (model_bytes, crossing, losses) in found.items():
+    if get_rank() == 0:
+        heads = " | ".join(f"loss at {step}" for step in shown)
+        print(f"| way | across nodes, MB a step | in M | {heads} | mean of last 20 |")
+        print("|---|" + "---|" * (len(shown) + 3), flush=True)
+    for way in args.ways:
+        model_bytes, crossing, losses = train(way, args.steps, args.ranks_per_node, data)
         values = " | ".join(f"{losses[step - 1]:.3f}" for step in shown)
         last = sum(losses[-20:]) / len(losses[-20:])
-        print(f"| {way} | {crossing / 1e6:.1f} | {crossing / model_bytes:.2f} | {values} | {last:.3f} |", flush=True)
+        if get_rank() == 0:
+            row = f"| {way} | {crossing / 1e6:.1f} | {crossing / model_bytes:.2f} | {values} | {last:.3f} |"
+            print(row, flush=True)
 
 
 if __name__ == "__main__":
