@@ -1,5 +1,6 @@
 """Writes to parameters outside `GatheredParameters`: between steps and inside a forward, they are kept or refused."""
 
+import time
 from typing import Any
 
 import pytest
@@ -108,6 +109,32 @@ def test_inside_a_forward(rank: int, world_size: int, stage: int) -> None:
     torch.manual_seed(0)
     reference = Renormalised()
     engine, *_ = initialize(model=model, optimizer=sgd, config=zero_config(stage))
+    trained_beside(engine, reference, lambda: None)
+    engine.destroy()
+    assert max(difference(model, reference).values()) < 1e-6
+
+
+class Shifted(nn.Module):
+    """Changes its weight in each forward by a step that shows when it is made twice."""
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        super().__init__()
+        self.inner, self.outer, self.delay_s = nn.Linear(5, 7), nn.Linear(7, 3), delay_s
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.delay_s)
+        with torch.no_grad():
+            self.inner.weight.add_(0.125)
+        return self.outer(self.inner(x))
+
+
+@ranks(2, 4)
+def test_a_fast_ranks_edit_does_not_reach_ranks_that_still_gather(rank: int, world_size: int) -> None:
+    torch.manual_seed(rank)
+    model = Shifted(delay_s=0.05 * rank)
+    torch.manual_seed(0)
+    reference = Shifted()
+    engine, *_ = initialize(model=model, optimizer=sgd, config=zero_config(3))
     trained_beside(engine, reference, lambda: None)
     engine.destroy()
     assert max(difference(model, reference).values()) < 1e-6

@@ -23,6 +23,7 @@ from fullspeed.comm.transport import (
     emit_whole,
     observed,
     sum_in_order,
+    with_own,
 )
 
 
@@ -54,10 +55,7 @@ class SharedMemoryTransport(Transport):
     @override
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
         finish = emit_whole("all_gather", full, self._ranks)
-        slices = full.view(self._world_size, -1)
-        own = slices[self._rank]
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard)
+        slices = with_own(full, shard, self._rank, self._world_size)
         return observed(self._gather(slices, shard), finish)
 
     @override

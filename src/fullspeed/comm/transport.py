@@ -275,10 +275,8 @@ class PairwiseTransport(Transport):
     @override
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
         finish = emit_whole("all_gather", full, self._ranks)
-        slices = full.view(self._world_size, -1)
+        slices = with_own(full, shard, self._rank, self._world_size)
         own = slices[self._rank]
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard)
         return observed(_Finishing(self._exchange(lambda peer: own, lambda peer: slices[peer])), finish)
 
     @override
@@ -398,6 +396,13 @@ def emit_whole(op: str, full: torch.Tensor, ranks: tuple[int, ...]) -> Finish | 
 def _copy(out: torch.Tensor, source: torch.Tensor) -> None:
     if out.data_ptr() != source.data_ptr():
         out.copy_(source)
+
+
+def with_own(full: torch.Tensor, shard: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+    """`full` as (world_size, n) with this rank's shard in its place."""
+    slices = full.view(world_size, -1)
+    _copy(slices[rank], shard)
+    return slices
 
 
 def sum_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:

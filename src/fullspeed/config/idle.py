@@ -67,7 +67,7 @@ def _of_disabled_blocks(section: Section, path: str) -> Iterator[Idle]:
         inner, inner_path = getattr(section, name), f"{path}.{name}" if path else name
         if not isinstance(inner, Section) or name not in section.model_fields_set:
             continue
-        if "enabled" in type(inner).model_fields and not inner.enabled:  # type: ignore[attr-defined]
+        if not getattr(inner, "enabled", True):
             others = sorted(inner.model_fields_set - {"enabled"})
             yield from (Idle(f"{inner_path}.{key}", f"{inner_path}.enabled is false") for key in others)
         else:

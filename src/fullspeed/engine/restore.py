@@ -137,21 +137,11 @@ def _write_masters(group: FlatGroup, source: WeightSource) -> None:
             group.master[piece.shard_offset : piece.shard_offset + piece.numel].copy_(values)
 
 
-@torch.no_grad()
 def adopt_whole_params(runtime: ShardingRuntime) -> None:
     """Take over what somebody wrote into parameters that are all whole now, and free the whole copies."""
     for group in runtime.groups:
-        for param, slot in zip(group.params, group.layout.slots, strict=True):
-            view = group.full[slot.offset : slot.end]
-            if slot.numel and param.data_ptr() != view.data_ptr():  # a new tensor was put in its place
-                view.copy_(param.detach().reshape(-1))
-                param.data = view.view(slot.shape)
-        own = group.full[slice(*group.layout.shard_range(group.links.rank))]
-        if group.is_transient:
-            group.store.copy_(own if group.placement.params else group.full)
-        if has_separate_master(group):
-            assert group.master is not None
-            group.master.copy_(own if group.placement.optim else group.full)
+        for slot in range(len(group.params)):
+            group.take_over(slot)
         group.reshard()
 
 

@@ -63,6 +63,7 @@ class Gatherer:
         if self._communicates:
             launches.by_all = 0
         self._prefetched: set[int] = set()
+        self._edited: dict[FlatGroup, None] = {}  # stay whole until their edits can be kept
         self._recent: list[int] = []  # most recently used last; the last two are never evicted
         numels = [group.numel for group in groups]
         self._training_trace, self._evaluation_trace = UseTrace(numels), UseTrace(numels)
@@ -161,7 +162,11 @@ class Gatherer:
         if group.is_transient and (group.is_whole or group.is_gathering):
             if not group.is_whole:
                 group.finish_unshard()
-            group.keep_edits()
+            if group.edited():
+                if group.needs_gather:
+                    self._edited[group] = None  # a peer may still be reading this rank's shard
+                    return
+                group.keep_edits()
             group.reshard()
             self._prefetched.discard(group.index)
             self.live_numel -= group.numel
@@ -270,7 +275,15 @@ class Gatherer:
             if max(self._codes) < 0:
                 self._check_backwards()
                 if self._may_leave(reason):
+                    self._keep_edits()
                     return
+
+    def _keep_edits(self) -> None:
+        """No rank reads shards now: take over what was written into whole parameters, and free them."""
+        edited, self._edited = self._edited, {}
+        for group in edited:
+            group.keep_edits()
+            self.release(group)
 
     def serve_once(self) -> None:
         """Take part in a round as a rank that asks for nothing, and in the gathers it settles; touches no parameter."""

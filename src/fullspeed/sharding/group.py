@@ -249,35 +249,49 @@ class FlatGroup:
             if low < high:
                 tensor[low - start : high - start].copy_(flat[low - where.offset : high - where.offset])
 
-    @torch.no_grad()
-    def keep_edits(self) -> None:
-        """Take over what somebody wrote into whole parameters, or put in their place as `param.data`.
+    def edited(self) -> list[int]:
+        """Slots whose values somebody wrote into, or replaced as `param.data`, since whole and resident ones agreed.
 
         Writes are seen by torch's own count of them, which leaves out those through `param.data`.
+        """
+        if self.is_transient and not self._is_whole:
+            return []
+        return [
+            slot
+            for slot, (param, version) in enumerate(zip(self.params, self._versions, strict=True))
+            if param._version != version or self._is_elsewhere(slot)
+        ]
+
+    def keep_edits(self) -> None:
+        """Take over into the resident values what was edited. No rank may be reading them.
 
         Raises:
             UsageError: a parameter got a tensor of another shape; it has its own again.
         """
-        if self.is_transient and not self._is_whole:
-            return
-        begin = self.full.data_ptr()
-        for index, (param, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
-            is_elsewhere = slot.numel > 0 and param.data_ptr() != begin + slot.offset * self.full.itemsize
-            if not is_elsewhere and param._version == self._versions[index]:
-                continue
-            view = self.full[slot.offset : slot.end].view(slot.shape)
-            given = param.detach()
-            if is_elsewhere:
-                param.data = view
+        for slot in self.edited():
+            self.take_over(slot)
+
+    @torch.no_grad()
+    def take_over(self, slot: int) -> None:
+        """Make the values a whole parameter has now the resident ones; see `keep_edits`."""
+        param, where = self.params[slot], self.layout.slots[slot]
+        view, given = self.full[where.offset : where.end].view(where.shape), param.detach()
+        if self._is_elsewhere(slot):
+            param.data = view
             if given.shape != view.shape:
                 raise UsageError(
-                    f"parameter {slot.fqn} of shape {tuple(view.shape)} got a tensor of shape {tuple(given.shape)} "
-                    f"while an engine runs it; change shapes before initialize"
+                    f"parameter {where.fqn} of shape {where.shape} got a tensor of shape {tuple(given.shape)} while an "
+                    f"engine runs it; change shapes before initialize"
                 )
-            self.write_slot(index, given)
-            if not self.is_transient:
-                view.copy_(given)
-            self._versions[index] = param._version
+            view.copy_(given)
+        self.write_slot(slot, view)
+        self._versions[slot] = param._version
+
+    def _is_elsewhere(self, slot: int) -> bool:
+        """Whether a parameter is no view of `full` any more."""
+        where = self.layout.slots[slot]
+        place = self.full.data_ptr() + where.offset * self.full.itemsize
+        return where.numel > 0 and self.params[slot].data_ptr() != place
 
     def note_versions(self) -> None:
         """Whole and resident values agree: what is written from now on is an edit."""

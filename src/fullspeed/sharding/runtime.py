@@ -126,7 +126,8 @@ class ShardingRuntime:
     def _leave(self, needed: Sequence[FlatGroup], module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
         is_outermost = self._depth == 0
-        returned = list(self._views.returned(output))
+        outputs = list(tensors_in(output))
+        returned = list(self._views.returned(outputs))
         if not is_outermost:
             for group, _ in returned:
                 self._borrow(group)
@@ -135,9 +136,9 @@ class ShardingRuntime:
         if torch.is_grad_enabled():
             wanted = [group for group in needed if not group.users]
             if is_outermost:
-                self._hook_outputs(output, [*wanted, *self._borrowed])
+                self._hook_outputs(outputs, [*wanted, *self._borrowed])
             elif wanted:
-                self._hook_outputs(output, wanted)
+                self._hook_outputs(outputs, wanted)
         for group in needed:
             self._release_after_forward(group)
         if is_outermost:
@@ -145,9 +146,9 @@ class ShardingRuntime:
             if _graph_task() == -1:  # in a recompute the group is held, so a view of it may be there
                 self._views.refuse(returned)
 
-    def _hook_outputs(self, output: Any, wanted: Sequence[FlatGroup]) -> None:
+    def _hook_outputs(self, outputs: Sequence[torch.Tensor], wanted: Sequence[FlatGroup]) -> None:
         """When a gradient comes to an output, backward needs these groups."""
-        for tensor in tensors_in(output):
+        for tensor in outputs:
             # A leaf's gradient is the last one, and a parameter of ours would keep the hook for ever.
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(partial(self._on_output_grad, wanted))

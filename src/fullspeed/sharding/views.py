@@ -10,7 +10,6 @@ from torch import nn
 
 from fullspeed.base.errors import UsageError
 from fullspeed.sharding.group import FlatGroup
-from fullspeed.sharding.outputs import tensors_in
 from fullspeed.sharding.scopes import uncompiled
 
 
@@ -56,9 +55,9 @@ class TransientViews:
 
     # ----------------------------------------------------------------- outputs
 
-    def returned(self, output: Any) -> Iterator[tuple[FlatGroup, torch.Tensor]]:
-        """Views in a module's output, each with its group; the parameters themselves know when theirs are freed."""
-        for tensor in tensors_in(output) if self._group_of_storage else ():
+    def returned(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[FlatGroup, torch.Tensor]]:
+        """Views among a module's outputs, each with its group; the parameters themselves know when theirs are freed."""
+        for tensor in tensors if self._group_of_storage else ():
             if not isinstance(tensor, nn.Parameter) and torch._C._has_storage(tensor):
                 group = self._group_of_storage.get(tensor.untyped_storage()._cdata)
                 if group is not None:
