@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import pickle
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
@@ -69,22 +70,9 @@ def _weight_files(source: str | pathlib.Path | Iterable[str | pathlib.Path]) -> 
 
 def _open(path: pathlib.Path) -> _File:
     try:
-        return _Safetensors(path) if path.suffix == ".safetensors" else _Pickled(path)
-    except Exception as error:  # whatever the readers raise on damaged files
+        return TensorFile(path) if path.suffix == ".safetensors" else _Pickled(path)
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path} cannot be read as a file of weights: {error}") from error
-
-
-class _Safetensors(_File):
-    """Read by position, not mapped: a mapped page counts as this process's memory for as long as the file is open."""
-
-    def __init__(self, path: pathlib.Path) -> None:
-        self._file = TensorFile(path)
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: entry.shape for name, entry in self._file.entries.items()}
-
-    def elements(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self._file.read(name, start, stop)
 
 
 class _Pickled(_File):

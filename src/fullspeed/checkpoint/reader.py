@@ -9,13 +9,13 @@ import pathlib
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from fullspeed.base.errors import CheckpointError
 from fullspeed.checkpoint.durable import checksum
 from fullspeed.checkpoint.folder import MANIFEST, available_tags
 from fullspeed.checkpoint.manifest import OPTIMIZER, Chunk, Manifest
 from fullspeed.checkpoint.objects import unpack
+from fullspeed.checkpoint.tensor_file import TensorFile
 
 
 class CheckpointReader:
@@ -26,7 +26,7 @@ class CheckpointReader:
 
     def __init__(self, folder: pathlib.Path, tag: str, rank: int) -> None:
         self._rank = rank
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, TensorFile] = {}
         self._tag = tag
         path = folder / tag / MANIFEST
         try:
@@ -132,12 +132,7 @@ class CheckpointReader:
         path = self._data / chunk.file
         try:
             if chunk.file not in self._files:
-                self._files[chunk.file] = safe_open(path, framework="pt", device="cpu")
-            file = self._files[chunk.file]
-            if (start, stop) == (chunk.start, chunk.stop):
-                whole: torch.Tensor = file.get_tensor(chunk.key)
-                return whole.reshape(-1)
-            part: torch.Tensor = file.get_slice(chunk.key)[start - chunk.start : stop - chunk.start]
-        except (SafetensorError, OSError) as error:
+                self._files[chunk.file] = TensorFile(path)
+            return self._files[chunk.file].elements(chunk.key, start - chunk.start, stop - chunk.start)
+        except (CheckpointError, OSError, KeyError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}; load another tag") from error
-        return part

@@ -81,6 +81,8 @@ class TensorEntry(NamedTuple):
 class TensorFile:
     """A safetensors file, open for reading any stretch of any tensor.
 
+    Read by position, not mapped: a mapped page counts as this process's memory for as long as the file is open.
+
     Raises:
         CheckpointError: the file is cut short, its header damaged, or a dtype unknown.
     """
@@ -101,7 +103,11 @@ class TensorFile:
             if entry.offset + math.prod(entry.shape) * entry.dtype.itemsize > size:
                 raise CheckpointError(f"{path} is cut short: {size} bytes end before {name} does")
 
-    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor."""
+        return {name: entry.shape for name, entry in self.entries.items()}
+
+    def elements(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a flattened tensor, 1-D, on the CPU."""
         entry = self.entries[name]
         out = torch.empty(stop - start, dtype=entry.dtype)

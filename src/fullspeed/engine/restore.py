@@ -280,7 +280,6 @@ def _entry(reader: CheckpointReader, kind: str, owned: OwnedPiece) -> torch.Tens
     chunk = reader.describe(kind, fqn)
     if not chunk.per_element:
         value = reader.whole(kind, fqn)
-        return value.clone() if chunk.on_host else value.to(owned.tensor.device)
+        return value if chunk.on_host else value.to(owned.tensor.device)
     flat = reader.elements(kind, fqn, piece.start, piece.stop)
-    # A copy: what the reader returns may be the mapped file itself.
-    return flat.to(owned.tensor.device, copy=True).view(owned.tensor.shape)
+    return flat.to(owned.tensor.device).view(owned.tensor.shape)
