@@ -54,6 +54,27 @@ def stack(seed: int = 0) -> nn.Module:
     return Stack()
 
 
+class Branching(Stack):
+    """Runs the blocks the batch names, in that order."""
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        x = self.inner(batch["x"])
+        for index in batch["path"]:
+            x = self.blocks[index](x)
+        return self.outer(x)
+
+
+def branching(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return Branching(num_blocks=4)
+
+
+def paths_for(batches: list[torch.Tensor], turn: int) -> list[dict[str, Any]]:
+    """Every rank its own blocks, in its own order, and as many as it likes; `turn` changes who gets which."""
+    paths = [(0, 1, 2), (3,), (2, 2, 0, 3), (1, 0)]
+    return [{"x": x, "path": paths[(rank + turn) % 4]} for rank, x in enumerate(batches)]
+
+
 def tiny_llama(seed: int = 0, *, num_layers: int = 2, attention: str = "sdpa", is_tied: bool = False) -> Any:
     """Random weights, 32 wide, 61 tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -14,7 +14,7 @@ from fullspeed.comm import CommRecorder, barrier, observing
 from fullspeed.engine.initialize import initialize
 from fullspeed.sharding import access
 from fullspeed.sharding.gathered import GatheredParameters
-from tests.models import Stack, deep_mlp, mlp, stack
+from tests.models import branching, deep_mlp, mlp, paths_for, stack
 from tests.parity.beside import Pair, adamw, difference, square, vectors, zero_config
 from tests.ranks import ranks
 
@@ -84,23 +84,8 @@ def test_frozen_parameters_cross_once(rank, world_size):
     pair.check()
 
 
-class _Branching(Stack):
-    def forward(self, batch):
-        x = self.inner(batch["x"])
-        for index in batch["path"]:
-            x = self.blocks[index](x)
-        return self.outer(x)
-
-
-def _branching(seed=0):
-    torch.manual_seed(seed)
-    return _Branching(num_blocks=4)
-
-
 def _paths(world_size, step, micro):
-    paths = [(0, 1, 2), (3,), (2, 2, 0, 3), (1, 0)]
-    batches = vectors(world_size, step, micro)
-    return [{"x": x, "path": paths[(rank + step + micro) % 4]} for rank, x in enumerate(batches)]
+    return paths_for(vectors(world_size, step, micro), step + micro)
 
 
 @ranks(4)
@@ -108,7 +93,7 @@ def test_ranks_take_different_branches(rank, world_size):
     """A group that one rank alone uses is gathered by all, and kept by all, in the same rounds."""
     for prefetch in (0, 10**6):
         config = hpz(2, accum=2, stage3_prefetch_bucket_size=prefetch)
-        Pair(rank, world_size, _branching, config, adamw, batches=_paths).train(3).check()
+        Pair(rank, world_size, branching, config, adamw, batches=_paths).train(3).check()
 
 
 @ranks(4)

@@ -25,7 +25,7 @@ from fullspeed.comm import (
 )
 from fullspeed.engine.initialize import initialize
 from fullspeed.sharding import access
-from tests.models import Stack, deep_mlp, mlp, stack
+from tests.models import branching, deep_mlp, mlp, paths_for, stack
 from tests.parity.beside import Pair, adamw, difference, sgd, square, vectors, zero_config
 from tests.ranks import ranks, run_ranks
 
@@ -110,26 +110,8 @@ def test_frozen_parameters(rank, world_size):
         pair.check()
 
 
-class Branching(Stack):
-    """Runs the blocks the batch names, in that order."""
-
-    def forward(self, batch):
-        x = self.inner(batch["x"])
-        for index in batch["path"]:
-            x = self.blocks[index](x)
-        return self.outer(x)
-
-
-def _branching(seed=0):
-    torch.manual_seed(seed)
-    return Branching(num_blocks=4)
-
-
 def _paths(world_size, step, micro):
-    """Every rank its own blocks, in its own order, and as many as it likes: also unlike its peers and replicas."""
-    paths = [(0, 1, 2), (3,), (2, 2, 0, 3), (1, 0)]
-    batches = vectors(world_size, step, micro)
-    return [{"x": x, "path": paths[(rank + step) % 4]} for rank, x in enumerate(batches)]
+    return paths_for(vectors(world_size, step, micro), step)
 
 
 @ranks(4)
@@ -138,7 +120,7 @@ def test_ranks_take_different_branches(rank, world_size):
     for stage in SHARDED:
         for prefetch in (0, 10**6) if stage == 3 else (0,):
             config = mics(stage, 2, accum=2, stage3_prefetch_bucket_size=prefetch)
-            Pair(rank, world_size, _branching, config, adamw, batches=_paths).train(4).check()
+            Pair(rank, world_size, branching, config, adamw, batches=_paths).train(4).check()
 
 
 @pytest.mark.parametrize("name", ["Lamb", "Muon"])
@@ -485,7 +467,7 @@ def test_hierarchical_gathers_train_alike(rank, world_size):
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     for stage in (1, 3):
         config = mics(stage, 4, accum=2, mics_hierarchical_params_gather=True)
-        pair = Pair(rank, world_size, _branching, config, adamw, batches=_paths)
+        pair = Pair(rank, world_size, branching, config, adamw, batches=_paths)
         assert isinstance(pair.engine.runtime.links.gather, HierarchicalGather)
         pair.train(3).check()
     os.environ["LOCAL_WORLD_SIZE"] = "4"
@@ -511,7 +493,7 @@ def test_over_messages(rank, world_size):
         mics(3, 4, mics_hierarchical_params_gather=True),
         zero_config(3, zero_hpz_partition_size=2),
     ):
-        pair = Pair(rank, world_size, _branching, config, adamw, batches=_paths)
+        pair = Pair(rank, world_size, branching, config, adamw, batches=_paths)
         assert not isinstance(pair.engine.runtime.links.gather, shared_transport.SharedMemoryTransport)
         pair.train(3).check()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import time
 import weakref
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from fullspeed.comm import CommRecorder, Group, comms_logger, make_transport, ob
 from fullspeed.engine.initialize import initialize
 from fullspeed.monitor.history import read_run
 from fullspeed.monitor.sinks import EVENTS_FILE
+from tests.logs import LogLines
 from tests.models import stack
 from tests.ranks import ranks
 
@@ -55,12 +55,10 @@ def train(engine: Any, rank: int, num_updates: int = STEPS) -> list[float]:
 @contextmanager
 def log_lines() -> Iterator[list[str]]:
     """What is logged inside."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler = LogLines()
     logger.addHandler(handler)
     try:
-        yield lines
+        yield handler.lines
     finally:
         logger.removeHandler(handler)
 

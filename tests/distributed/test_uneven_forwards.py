@@ -1,6 +1,8 @@
 """Ranks that run different numbers of forwards of a sharded model: nobody hangs, nobody needs a flag."""
 
+import contextlib
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -19,16 +21,19 @@ def wires(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def choose(wires: str) -> None:
+def without_shared_memory(wires: str) -> contextlib.ExitStack:
     """Ranks of this test exchange messages although they could share memory."""
+    patches = contextlib.ExitStack()
     if wires == "messages":
-        shared_transport.can_share = agreement.can_share = lambda *_: False  # type: ignore[assignment]
+        for module in (shared_transport, agreement):
+            patches.enter_context(mock.patch.object(module, "can_share", return_value=False))
+    return patches
 
 
 @ranks(2, 4)
 def test_loops_of_different_lengths_then_a_barrier(rank: int, world_size: int, wires: str) -> None:  # I10
-    choose(wires)
-    engine, *_ = initialize(model=stack(rank), optimizer=sgd, config=zero_config(3))
+    with without_shared_memory(wires):
+        engine, *_ = initialize(model=stack(rank), optimizer=sgd, config=zero_config(3))
     x = torch.ones(2, 5) * (rank + 1)
     expected = stack(0)(x)
     with torch.no_grad():

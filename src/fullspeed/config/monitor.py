@@ -10,12 +10,16 @@ from fullspeed.config.types import Counts, NonNegative, Positive, Texts, lower
 LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(lower)]
 
 
-class TensorBoard(Section):
-    """Events for TensorBoard."""
+class EventFolder(Section):
+    """Events written below a folder of the run."""
 
     enabled: bool = Field(False, description="Write events on rank 0.")
     output_path: str = Field("", description="Directory; relative to the working directory when empty.")
     job_name: str = Field("DeepSpeedJobName", description="Sub-directory of this run.")
+
+
+class TensorBoard(EventFolder):
+    """Events for TensorBoard."""
 
 
 class WandB(Section):
@@ -27,19 +31,13 @@ class WandB(Section):
     project: str = Field("deepspeed", description="Project.")
 
 
-class CSVMonitor(Section):
+class CSVMonitor(EventFolder):
     """Events as CSV files, one per event name."""
 
-    enabled: bool = Field(False, description="Write files on rank 0.")
-    output_path: str = Field("", description="Directory; relative to the working directory when empty.")
-    job_name: str = Field("DeepSpeedJobName", description="Sub-directory of this run.")
 
+class JSONMonitor(EventFolder):
+    """Events as JSON lines in `events.jsonl`, one object per update. FullSpeed's own; `fullspeed plot` draws it."""
 
-class JSONMonitor(Section):
-    """Events as JSON lines: one object per update. FullSpeed's own; `fullspeed plot` draws it."""
-
-    enabled: bool = Field(False, description="Write `events.jsonl` on rank 0.")
-    output_path: str = Field("", description="Directory; relative to the working directory when empty.")
     job_name: str = Field("run", description="Sub-directory of this run.")
 
 

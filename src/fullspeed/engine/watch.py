@@ -78,8 +78,7 @@ class Watch:
             self._trace = TraceWindow(config.torch_profiler, rank, self._device)
         if config.comms_logger.enabled:
             comms_logger.configure(config.comms_logger)
-        self._losses_of_update: list[torch.Tensor] = []
-        self._losses_of_line: list[torch.Tensor] = []
+        self._losses_of_update, self._losses_of_line = _Losses(), _Losses()
 
     @property
     def wants_updates(self) -> bool:
@@ -113,9 +112,9 @@ class Watch:
             return
         loss = loss.detach().float().mean()
         if self.monitor.enabled:
-            self._losses_of_update.append(loss)
+            self._losses_of_update.add(loss)
         if self._config.steps_per_print:
-            self._losses_of_line.append(loss)
+            self._losses_of_line.add(loss)
 
     def end_micro_batch(self) -> None:
         """Forward and backward of a micro-batch are over; its step has not begun."""
@@ -175,9 +174,9 @@ class Watch:
 
     def _take_mean_loss(self) -> float | None:
         """Mean over the losses of this update on all ranks; None if no backward came through the engine."""
-        losses, self._losses_of_update = self._losses_of_update, []
-        total = torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
-        both = torch.stack([total.to(self._device), torch.tensor(float(len(losses)), device=self._device)])
+        losses, self._losses_of_update = self._losses_of_update, _Losses()
+        total = torch.zeros(()) if losses.total is None else losses.total
+        both = torch.stack([total.to(self._device), torch.tensor(float(losses.count), device=self._device)])
         summed, count = all_reduce(both, group=self._group).tolist()
         return summed / count if count else None
 
@@ -200,7 +199,7 @@ class Watch:
         return spent
 
     def _log(self, update: Update, spent_ms: dict[str, float], memory_bytes: Callable[[], dict[str, int]]) -> None:
-        losses, self._losses_of_line = self._losses_of_line, []
+        losses, self._losses_of_line = self._losses_of_line, _Losses()
         log_dist(_line(update, losses, self.throughput))
         if spent_ms:
             log_dist(", ".join(f"{name}={ms:.1f} ms" for name, ms in spent_ms.items()))
@@ -209,11 +208,24 @@ class Watch:
             log_dist(f"held by this rank: {held}")
 
 
-def _line(update: Update, losses: Sequence[torch.Tensor], throughput: ThroughputTimer) -> str:
+class _Losses:
+    """The sum of losses so far, on their device, and their number: lines may be a million updates apart."""
+
+    def __init__(self) -> None:
+        self.total: torch.Tensor | None = None
+        self.count = 0
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Count one more."""
+        self.total = loss if self.total is None else self.total + loss
+        self.count += 1
+
+
+def _line(update: Update, losses: _Losses, throughput: ThroughputTimer) -> str:
     """The progress line; its loss is this rank's mean since the last line."""
     parts = [f"step={update.step}", f"skipped={update.num_skipped}"]
-    if losses:
-        parts.append(f"loss={torch.stack(list(losses)).mean().item():.4f}")
+    if losses.total is not None:
+        parts.append(f"loss={losses.total.item() / losses.count:.4f}")
     parts.append(f"lr={[float(f'{value:.6g}') for value in update.lr]}")
     if update.momentum:
         parts.append(f"mom={list(update.momentum)}")

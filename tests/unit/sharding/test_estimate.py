@@ -1,7 +1,5 @@
 """Memory before there is a model: published numbers of the formulas, and what a table says."""
 
-import logging
-
 import pytest
 from torch import nn
 
@@ -19,6 +17,7 @@ from fullspeed.sharding.estimate import (
     estimate_zero3_model_states_mem_needs_all_live,
     model_state_bytes,
 )
+from tests.logs import LogLines
 
 SEVEN_B, LAYER = 7_000_000_000, 500_000_000
 
@@ -71,11 +70,9 @@ def test_tied_parameters_count_once_and_the_largest_layer_is_one_modules_own() -
 
 @pytest.fixture
 def logged(monkeypatch):
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler = LogLines()
     monkeypatch.setattr(logger, "handlers", [handler])
-    return lines
+    return handler.lines
 
 
 def test_tables_hold_every_option(logged) -> None:
