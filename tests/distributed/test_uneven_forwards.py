@@ -7,8 +7,10 @@ from unittest import mock
 import pytest
 import torch
 
+from fullspeed import zero
 from fullspeed.base.errors import CommError
 from fullspeed.comm import agreement, all_gather_object, barrier, shared_transport
+from fullspeed.engine import restore
 from fullspeed.engine.initialize import initialize
 from fullspeed.sharding import attendant
 from tests.models import stack, tiny_llama
@@ -87,6 +89,28 @@ def test_coming_back_takes_part_again(rank: int, world_size: int) -> None:
         optimizer.zero_grad()
     with torch.no_grad():
         assert torch.allclose(engine(x), expected(x), atol=1e-6)
+    engine.destroy()
+
+
+@ranks(2)
+@pytest.mark.parametrize("way", ["state dict", "files"])
+def test_a_rank_that_is_loading_does_not_serve_what_it_is_about_to_replace(
+    rank: int, world_size: int, way: str
+) -> None:
+    engine, *_ = initialize(model=stack(rank), optimizer=sgd, config=zero_config(3))
+    other = stack(7)
+    x = torch.ones(2, 5)
+    with torch.no_grad():
+        engine(x)
+        write = restore.write_group
+        slowly = mock.Mock(side_effect=lambda *args: (time.sleep(0.1 * rank), write(*args)))
+        with mock.patch.object(restore, "write_group", slowly):
+            if way == "files":
+                zero.load_weights(engine, other.state_dict())
+            else:
+                engine.load_module_state_dict(other.state_dict())
+        assert torch.allclose(engine(x), other(x), atol=1e-6)
+    assert slowly.call_count > 1
     engine.destroy()
 
 

@@ -300,6 +300,7 @@ class Checkpointing(ModuleState):
             reader = opened[0]
             strict = None if custom_load_fn is not None else load_module_strict
             together(lambda: self._check_fit(reader, name, strict, with_optimizer), CheckpointError, group)
+            restore.prepare_for_writing(self.runtime)
             together(
                 lambda: self._restore(
                     reader, with_optimizer, load_lr_scheduler_states, load_module_only, custom_load_fn
@@ -345,7 +346,6 @@ class Checkpointing(ModuleState):
     ) -> None:
         common = reader.objects(_COMMON)
         state = collect.named_state(self.module, self.runtime)
-        restore.prepare_for_writing(self.runtime)
         use_masters = self._config.zero_optimization.load_from_fp32_weights
         weights = restore.SavedWeights(reader, use_masters=use_masters)
         if custom_load_fn is None:

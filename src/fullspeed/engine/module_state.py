@@ -188,6 +188,7 @@ class ModuleState:
         """`module.state_dict` with whole CPU tensors. A rank that does not want it only helps to gather."""
         whole: dict[nn.Parameter, torch.Tensor] = {}
         if not keep_vars:
+            self.runtime.meet()
             for group in self.runtime.groups:
                 if not (exclude_frozen and not group.is_trainable):
                     whole.update(_whole_values(group, wanted=wanted))

@@ -76,7 +76,8 @@ class GivenWeights:
 
 
 def prepare_for_writing(runtime: ShardingRuntime) -> None:
-    """Forget gradients and copies, so that the resident values are the only ones. Collective."""
+    """Forget gradients and copies, so that the resident values are the only ones, and nobody reads them. Collective."""
+    runtime.sync()
     runtime.clear_grads()
     runtime.gatherer.free_idle()
     for group in runtime.groups:
