@@ -53,7 +53,7 @@ def test_d12_unfreezing_equals_a_new_param_group_of_torch(rank, world_size, stag
     """Twice, the second time the rest of a group of which a part is trained already; by names, then by parameters."""
     pair = _pair(rank, world_size, zero_config(stage, accum=2, clip=0.05)).train(2)
     before = pair.reference.blocks[0].up.weight.detach().clone()
-    pair.engine.unfreeze(FIRST, lr=3e-2)
+    pair.engine.unfreeze((name for name in FIRST), lr=3e-2)
     _unfreeze_reference(pair, FIRST, lr=3e-2)
     pair.train(3)
     params = [pair.model.get_parameter(name) for name in SECOND]

@@ -74,10 +74,11 @@ class Changes:
         """
         optimizer = self._require_optimizer("unfreeze")
         by_name = dict(self.module.named_parameters(remove_duplicate=False))
-        unknown = [param for param in params if isinstance(param, str) and param not in by_name]
+        given = list(params)  # of a generator there is only one pass
+        unknown = [each for each in given if isinstance(each, str) and each not in by_name]
         if unknown:
-            raise UsageError(f"unfreeze: the module has no parameter named {', '.join(map(str, unknown))}")
-        chosen = [by_name[each] if isinstance(each, str) else each for each in params]
+            raise UsageError(f"unfreeze: the module has no parameter named {', '.join(unknown)}")
+        chosen = [by_name[each] if isinstance(each, str) else each for each in given]
         unfreeze(optimizer, chosen, into, options)
 
     def _before_new_param_group(self) -> None:
