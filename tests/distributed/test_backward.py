@@ -276,14 +276,19 @@ def test_exception_in_forward_then_continue(rank, world_size):
 
 
 @ranks(2)
-def test_exception_in_backward_then_continue(rank, world_size):
-    """A hook that raises in backward; after zero_grad, training goes on as if it had not happened."""
+@pytest.mark.parametrize("raising", [(3, 3), (3, None), (None, 3), (1, 5), (5, 1)])
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "later"])
+def test_exception_in_backward_then_continue(rank, world_size, raising, is_first):
+    """A hook raises in backward, on one rank or at different places; after zero_grad, all goes on as if it had not."""
     for stage in STAGES:
-        pair = Pair(rank, world_size, deep_mlp, zero_config(stage), adamw).train(1)
-        out = pair.model[3].register_full_backward_hook(_raise)
-        with pytest.raises(RuntimeError, match="broken"):
+        pair = Pair(rank, world_size, deep_mlp, zero_config(stage), adamw).train(0 if is_first else 1)
+        if raising[rank] is None:
             pair.engine.backward(square(pair.engine, torch.randn(4, 5)))
-        out.remove()
+        else:
+            hook = pair.model[raising[rank]].register_full_backward_hook(_raise)
+            with pytest.raises(RuntimeError, match="broken"):
+                pair.engine.backward(square(pair.engine, torch.randn(4, 5)))
+            hook.remove()
         pair.engine.zero_grad()
         pair.train(2).check()
 

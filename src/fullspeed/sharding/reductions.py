@@ -47,8 +47,8 @@ class ReductionPolicy:
 class Reductions:
     """The reductions of one model's trained groups.
 
-    In a pass: `begin_pass`; `arrived` with each gradient; `launch_remaining`; and, when every rank has come so far,
-    `finish_pass`. Before a step: `reduce_rest`.
+    In a pass: `begin_pass`; `arrived` with each gradient; `expect_alike` if it came to its end; `launch_remaining`; and,
+    when every rank has come so far, `finish_pass`. Before a step: `reduce_rest`.
     """
 
     def __init__(
@@ -91,12 +91,15 @@ class Reductions:
                 self._launch(self._groups[due])
         return True
 
+    def expect_alike(self) -> None:
+        """As many gradients as came in this pass are expected in the next."""
+        self._num_expected = dict(self._num_arrived)
+
     def launch_remaining(self) -> None:
-        """Backward is over: start every reduction that has not been started. The next pass is expected to be alike."""
+        """Backward is over: start every reduction that has not been started."""
         if self.policy.in_backward:
             for index in self._order.remaining():
                 self._launch(self._groups[index])
-        self._num_expected = dict(self._num_arrived)
 
     def finish_pass(self) -> None:
         """Every rank has started this pass's reductions: wait for them all, learn the order, show what is whole."""

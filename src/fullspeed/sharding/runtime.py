@@ -253,12 +253,12 @@ class ShardingRuntime:
         self._reductions.begin_pass()
 
     def abandon_pass(self) -> None:
-        """Close a pass that an exception left open; gradients that arrived stay, reductions under way are finished."""
-        if not self._in_pass:
-            return
-        self._in_pass = False
-        self._reductions.finish()
-        self._release_backward()
+        """Close a pass that an exception left open; gradients that arrived stay.
+
+        Other ranks may have come further, or to their end: this one does what it still owes them.
+        """
+        if self._in_pass:
+            self._close_pass()
 
     def _on_grad(self, group: FlatGroup, slot: int, param: torch.Tensor) -> None:
         self._watch(group, slot, param)
@@ -276,9 +276,13 @@ class ShardingRuntime:
 
     @uncompiled
     def _end_pass(self) -> None:
-        """Backward is over: reduce what is left, wait for all, release everything, learn this pass's order."""
-        if not self._in_pass:
-            return
+        """Backward is over. The next pass is expected to be alike."""
+        if self._in_pass:
+            self._reductions.expect_alike()
+            self._close_pass()
+
+    def _close_pass(self) -> None:
+        """Reduce what is left, wait for all, release everything, learn this pass's order."""
         self._reductions.launch_remaining()
         self._in_pass = False
         self._release_backward()
