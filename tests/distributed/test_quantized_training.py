@@ -16,6 +16,7 @@ from fullspeed.engine.initialize import initialize
 from fullspeed.kernels.format import BlockFormat
 from fullspeed.kernels.quantize import dequantize, quantize
 from fullspeed.sharding.access import safe_get_full_fp32_param, safe_get_full_grad
+from fullspeed.zero import GatheredParameters
 from tests.models import deep_mlp, stack
 from tests.parity.beside import adamw, square, vectors, zero_config
 from tests.ranks import ranks
@@ -221,18 +222,104 @@ def test_one_rank_sends_nothing_and_so_quantizes_nothing(rank, world_size):
     assert found[0] == found[1]
 
 
+@ranks(2, 4)
+def test_loco_trains_and_counts_what_it_keeps(rank, world_size):
+    """Error feedback changes the numbers, not that the loss falls; the error is as large as the gradients."""
+    for extra in ({}, {"mics_shard_size": 2}):
+        config = zero_config(2, zeropp_loco_param={"err_beta": 0.5, "reset_T": 7}, **GRADIENTS, **extra)
+        engine = _engine(stack(), config)
+        losses = _train(engine, rank, world_size, 12)
+        assert losses[-1] < 0.6 * losses[0]
+        numels = sum(group.layout.padded_numel for group in engine.runtime.groups)
+        # Between steps nothing else of gradients is held.
+        assert engine.memory_bytes()["grads"] >= 4 * numels
+        engine.destroy()
+        plain = _engine(stack(), zero_config(2, **GRADIENTS, **extra))
+        assert _train(plain, rank, world_size, 12) != losses
+        plain.destroy()
+
+
+FROZEN = {"zero_quantized_nontrainable_weights": True, "zero_quantized_block_size": 32}
+
+
+def _half_frozen():
+    model = stack()
+    for param in model.blocks.parameters():
+        param.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@ranks(2, 4)
+def test_frozen_weights_are_kept_and_sent_as_codes(rank, world_size, bits):
+    """Forward sees the codes' values, so do checkpoints; the bytes at rest and on the wire are those of the codes."""
+    model, form = _half_frozen(), BlockFormat(bits, 32)
+    plain = _engine(_half_frozen(), zero_config(3))
+    reference = _quantized(plain, model, form)
+    originals = dict(stack().named_parameters())
+    for name, param in reference.named_parameters():
+        if param.requires_grad:
+            param.data = originals[name].data
+    frozen_numel = [group.store.numel() for group in plain.runtime.groups if not group.is_trainable]
+    assert frozen_numel
+    engine = _engine(model, zero_config(3, zero_quantized_weights_bits=bits, **FROZEN))
+    held = [group.nbytes()["params"] for group in engine.runtime.groups if not group.is_trainable]
+    assert held == [form.nbytes(numel) for numel in frozen_numel]
+    batch = vectors(world_size, 0, 0)[rank]
+    recorder = CommRecorder()
+    with observing(recorder):
+        loss = square(engine, batch)
+    assert loss.item() == pytest.approx(square(reference, batch).item(), rel=1e-6)
+    sent = Counter(event.nbytes for event in recorder.events if event.op == "all_gather")
+    assert all(sent[world_size * form.nbytes(numel)] for numel in frozen_numel)
+    engine.backward(loss)
+    engine.step()
+    expected = dict(reference.named_parameters())
+    for name, value in engine.module_state_dict().items():
+        if not expected[name].requires_grad:
+            assert torch.equal(value, expected[name].detach())
+    losses = _train(engine, rank, world_size, 8)
+    assert losses[-1] < losses[0]
+
+
+@ranks(2)
+def test_quantized_frozen_weights_can_be_written_saved_loaded_and_trained(rank, world_size, tmp_path):
+    model = _half_frozen()
+    engine = _engine(model, zero_config(3, **FROZEN))
+    name, param = next((name, param) for name, param in model.named_parameters() if not param.requires_grad)
+    with GatheredParameters([param], modifier_rank=0):
+        if rank == 0:
+            param.fill_(0.5)
+    saved = engine.module_state_dict()
+    if rank == 0:
+        assert torch.equal(saved[name], torch.full_like(saved[name], 0.5)), "a constant block is exact"
+    engine.save_checkpoint(tmp_path)
+    other = _engine(_half_frozen(), zero_config(3, **FROZEN))
+    other.load_checkpoint(tmp_path)
+    for key, value in other.module_state_dict().items():
+        assert torch.equal(value, saved[key])
+    other.unfreeze([name])
+    assert torch.equal(
+        safe_get_full_fp32_param(dict(other.module.named_parameters())[name]), torch.full(param.shape, 0.5)
+    )
+    _train(other, rank, world_size, 2)
+    assert not torch.equal(other.module_state_dict()[name], saved[name])
+
+
 @pytest.mark.parametrize(
-    ("zero", "path"),
+    ("section", "path"),
     [
         ({"stage": 2, **WEIGHTS}, "zero_quantized_weights"),
         ({"stage": 1, **GRADIENTS}, "zero_quantized_gradients"),
         ({"stage": 2, "reduce_scatter": False, **GRADIENTS}, "zero_quantized_gradients"),
         ({"stage": 3, "zero_quantized_weights_bits": 6, **WEIGHTS}, "zero_quantized_weights_bits"),
         ({"stage": 3, "zero_quantized_block_size": 33, **WEIGHTS}, "zero_quantized_block_size"),
-        ({"stage": 3, "zeropp_loco_param": {}, **GRADIENTS}, "zeropp_loco_param"),
+        ({"stage": 3, "zeropp_loco_param": {}}, "zeropp_loco_param"),
+        ({"stage": 3, "zeropp_loco_param": {"reset_T": 0}, **GRADIENTS}, "zeropp_loco_param.reset_T"),
+        ({"stage": 2, "zero_quantized_nontrainable_weights": True}, "zero_quantized_nontrainable_weights"),
     ],
 )
-def test_what_cannot_be_is_an_error(zero, path):
+def test_what_cannot_be_is_an_error(section, path):
     with pytest.raises(ConfigError) as caught:
-        load_config({"zero_optimization": zero})
+        load_config({"zero_optimization": section})
     assert [fault.path for fault in caught.value.faults] == [f"zero_optimization.{path}"]

@@ -7,6 +7,7 @@ import torch
 
 from fullspeed.comm import (
     CommRecorder,
+    Feedback,
     Hop,
     QuantizedGather,
     QuantizedReduce,
@@ -223,3 +224,52 @@ def test_bytes_between_nodes_are_a_quarter_of_16_bits(rank, world_size):
     # Per rank of a node two slices of n values; both ranks of it together all 4 n values, in n / 2 bytes each.
     of_node = 2 * crossing[0].nbytes
     assert of_node - 4 * scales_nbytes == 4 * numel * 2 // 4 == 4 * numel * 4 // 8
+
+
+@pytest.mark.parametrize("inside", [1, 2, 4])
+@ranks(4)
+def test_losses_given_back_make_the_average_right(rank, world_size, inside):
+    """The same gradients 40 times: what arrives is right on average; without memory it is wrong alike each time."""
+    hops = hops_of(world_size, inside, BlockFormat(4, 64), BlockFormat(4, 64), "shared")
+    whole = rows(world_size, 50, torch.float32)
+    exact = whole.sum(0)[rank * 50 : (rank + 1) * 50]
+    errors = []
+    for feedback in (None, Feedback(beta=0.8, num_reductions=1000)):
+        reduce = QuantizedReduce(make_transport(get_world_group(), CPU), hops, feedback).of_one_buffer()
+        total = torch.zeros(50)
+        for _ in range(40):
+            out = torch.empty(50)
+            reduce.reduce_scatter(whole[rank].clone(), out).wait()
+            total += out
+        errors.append((total / 40 - exact).abs().mean().item())
+        assert (reduce.nbytes() > 0) == (feedback is not None)
+    assert errors[1] < errors[0] / 3
+
+
+@ranks(2)
+def test_each_buffer_has_its_own_losses_and_forgets_them_in_time(rank, world_size):
+    hops = hops_of(2, 2, BlockFormat(4, 16), BlockFormat(4, 16), "shared")
+    reduce = QuantizedReduce(make_transport(get_world_group(), CPU), hops, Feedback(beta=0.0, num_reductions=3))
+    one, other = reduce.of_one_buffer(), reduce.of_one_buffer()
+    values = rows(2, 32, torch.float32)[rank]
+
+    def reduced(by) -> torch.Tensor:
+        out = torch.empty(32)
+        by.reduce_scatter(values.clone(), out).wait()
+        return out
+
+    rounds = [reduced(one) for _ in range(4)]
+    assert not torch.equal(rounds[0], rounds[1])
+    assert torch.equal(reduced(other), rounds[0])
+    assert torch.equal(rounds[3], rounds[0]), "the error was to be forgotten after three reductions"
+
+
+@ranks(2)
+def test_an_overflow_is_not_remembered(rank, world_size):
+    hops = hops_of(2, 2, BlockFormat(4, 16), BlockFormat(4, 16), "shared")
+    reduce = QuantizedReduce(make_transport(get_world_group(), CPU), hops, Feedback(0.5, 100)).of_one_buffer()
+    for value in (float("inf"), float("nan"), 1.0):
+        out = torch.empty(32)
+        reduce.reduce_scatter(torch.full((64,), value), out).wait()
+        assert out.isfinite().all() == (value == 1.0)
+    assert torch.allclose(out, torch.full((32,), 2.0))

@@ -22,7 +22,7 @@ from fullspeed.comm.hierarchy import HierarchicalGather, ReplicatedReduce
 from fullspeed.comm.init import destroy_process_group, init_distributed, is_initialized
 from fullspeed.comm.mesh import column_of, ranks_per_node, row_of
 from fullspeed.comm.observe import CommEvent, CommRecorder, observing
-from fullspeed.comm.quantized import Hop, QuantizedGather, QuantizedReduce
+from fullspeed.comm.quantized import CodesGather, Feedback, Hop, QuantizedGather, QuantizedReduce
 from fullspeed.comm.shared_transport import make_transport
 from fullspeed.comm.traffic import (
     CommsLogger,
@@ -40,9 +40,11 @@ from fullspeed.comm.transport import AllReduceTransport, Gather, Pending, Reduce
 __all__ = [
     "Agreement",
     "AllReduceTransport",
+    "CodesGather",
     "CommEvent",
     "CommRecorder",
     "CommsLogger",
+    "Feedback",
     "Gather",
     "Group",
     "HierarchicalGather",

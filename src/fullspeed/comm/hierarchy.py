@@ -103,9 +103,18 @@ class ReplicatedReduce(Reduce):
     it (arXiv:2205.00119, section 3.4). So a part travels across rows, not the whole, and always in the dtype of `full`.
     """
 
-    def __init__(self, row: Reduce, column: Reduce, num_rows: int) -> None:
+    def __init__(self, row: Reduce, column: Reduce, num_rows: int, queue: deque[TwoPhase] | None = None) -> None:
+        """`queue`: of the reductions whose order this one's join, if not its own."""
         self._row, self._column, self._num_rows = row, column, num_rows
-        self._queue: deque[TwoPhase] = deque()
+        self._queue: deque[TwoPhase] = deque() if queue is None else queue
+
+    @override
+    def of_one_buffer(self) -> Reduce:
+        return ReplicatedReduce(self._row.of_one_buffer(), self._column, self._num_rows, self._queue)
+
+    @override
+    def nbytes(self) -> int:
+        return self._row.nbytes()
 
     @override
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -172,6 +172,14 @@ class Reduce(Buffers, Protocol):
     def all_reduce(self, full: torch.Tensor) -> Pending:
         """Sum `full` over ranks in place."""
 
+    def of_one_buffer(self) -> Reduce:
+        """The same, for a buffer that is reduced again and again: may keep something from one time to the next."""
+        return self
+
+    def nbytes(self) -> int:
+        """Bytes kept from one time to the next."""
+        return 0
+
 
 class Exchange(Buffers, Protocol):
     """Sends every rank its own slice. `send` and `receive` are contiguous, (world_size * m,), of one dtype."""

@@ -99,7 +99,7 @@ class LoCo(Section):
     """Error feedback for quantized gradient reduction."""
 
     err_beta: Fraction = Field(0.8, description="Weight of the old error in its moving average.")
-    reset_T: Positive = Field(1024, description="Steps between resets of the error.")  # noqa: N815 (the key is spelled so)
+    reset_T: Positive = Field(1024, description="Reductions between resets of the error.")  # noqa: N815 (the key is spelled so)
 
 
 class ZeroOptimization(Section):
@@ -200,7 +200,10 @@ class ZeroOptimization(Section):
         False, description="Stage 3: gather parameters to compute with as int8 blocks, half the bytes of 16 bits."
     )
     zero_quantized_weights_bits: Bits = Field(8, description="Bits per value of `zero_quantized_weights`.")
-    zero_quantized_nontrainable_weights: bool = Field(False, description="Keep frozen weights quantized at rest.")
+    zero_quantized_nontrainable_weights: bool = Field(
+        False,
+        description="Stage 3: keep sharded frozen parameters in `zero_quantized_weights_bits`, and send them so.",
+    )
     zero_hpz_partition_size: Positive = Field(
         1,
         description="Ranks per group with a second copy of parameters; backward gathers inside it.",
@@ -214,7 +217,9 @@ class ZeroOptimization(Section):
     zero_quantized_block_size: Annotated[Positive, Field(multiple_of=2)] = Field(
         256, description="Values per scale where values travel quantized, even; smaller is more exact, adds bytes."
     )
-    zeropp_loco_param: LoCo | None = Field(None, description="Error feedback for `zero_quantized_gradients`.")
+    zeropp_loco_param: LoCo | None = Field(
+        None, description="Error feedback for `zero_quantized_gradients`; keeps an error beside the gradients."
+    )
     mics_shard_size: Literal[-1] | Positive = Field(
         -1, description="Ranks that share one copy of what is sharded; other such groups hold replicas. -1 is all."
     )

@@ -91,8 +91,6 @@ MISSING: tuple[Missing, ...] = (
     Missing("zero_optimization.offload_param.device", _is_disk, 'set device: "none"'),
     Missing("zero_optimization.offload_optimizer.device", _is_disk, 'set device: "none"'),
     Missing("zero_optimization.offload_optimizer.super_offload", _is_on),
-    Missing("zero_optimization.zero_quantized_nontrainable_weights", _is_on),
-    Missing("zero_optimization.zeropp_loco_param", _is_given, REMOVE),
     Missing("zero_optimization.zenflow", _is_given, REMOVE),
     Missing("zero_optimization.weight_quantization", _is_given, REMOVE),
 )

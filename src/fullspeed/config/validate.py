@@ -126,6 +126,13 @@ RULES: tuple[Rule, ...] = (
     Rule((f"{ZERO}.zero_quantized_weights", STAGE),
          lambda c: c.zero_optimization.zero_quantized_weights and _stage(c) != 3,
          "parameters are gathered to compute with at stage 3 only", "set zero_optimization.stage to 3 or remove it"),
+    Rule((f"{ZERO}.zero_quantized_nontrainable_weights", STAGE),
+         lambda c: c.zero_optimization.zero_quantized_nontrainable_weights and _stage(c) != 3,
+         "parameters are sharded at stage 3 only", "set zero_optimization.stage to 3 or remove it"),
+    Rule((f"{ZERO}.zeropp_loco_param", f"{ZERO}.zero_quantized_gradients"),
+         lambda c: c.zero_optimization.zeropp_loco_param is not None
+         and not c.zero_optimization.zero_quantized_gradients,
+         "gives back what zero_quantized_gradients loses", "set that key too or remove this one"),
     Rule((f"{ZERO}.zero_quantized_gradients", STAGE),
          lambda c: c.zero_optimization.zero_quantized_gradients and _stage(c) < 2,
          "needs sharded gradients", "set zero_optimization.stage to 2 or 3 or remove it"),

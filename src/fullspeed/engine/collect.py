@@ -93,12 +93,13 @@ class Collector:
     def add_weights(self, runtime: ShardingRuntime, *, exclude_frozen: bool) -> None:
         """Resident values and masters: of each group this rank's share, whether it is all the rank has or not."""
         for group in runtime.groups:
+            store = group.store
             for piece in _share(group):
                 if exclude_frozen and not group.trained[piece.slot]:
                     continue
                 slot = group.layout.slots[piece.slot]
                 at = _offset(group, piece, is_sharded=group.placement.params)
-                self._add_elements(PARAM, slot, piece.start, group.store[at : at + piece.numel])
+                self._add_elements(PARAM, slot, piece.start, store[at : at + piece.numel])
                 if has_separate_master(group):
                     assert group.master is not None
                     at = _offset(group, piece, is_sharded=group.placement.optim)

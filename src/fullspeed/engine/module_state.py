@@ -212,10 +212,11 @@ class ModuleState:
 @torch.no_grad()
 def _whole_values(group: FlatGroup, *, wanted: bool) -> dict[nn.Parameter, torch.Tensor]:
     """Copies on the CPU of a group's resident values, gathered where they are sharded."""
-    values = group.store
-    if group.needs_gather:
+    if not group.needs_gather:
+        values = group.store
+    else:
         values = torch.empty(group.numel, dtype=group.dtypes.storage, device=group.device)
-        group.links.gather.all_gather(values, group.store).wait()
+        group.resident.all_gather(values, exact=True).wait()
     if not wanted:
         return {}
     return {

@@ -124,10 +124,11 @@ def _write_resident(group: FlatGroup, source: WeightSource) -> None:
     fetch = source.master if is_master else source.param
     layout = group.layout
     pieces = layout.pieces(group.links.rank) if group.placement.params else layout.pieces_between(0, group.numel)
-    for piece in pieces:
-        values = fetch(layout.slots[piece.slot].fqn, piece.start, piece.stop)
-        if values is not None:
-            group.store[piece.shard_offset : piece.shard_offset + piece.numel].copy_(values)
+    with group.resident.editing() as store:
+        for piece in pieces:
+            values = fetch(layout.slots[piece.slot].fqn, piece.start, piece.stop)
+            if values is not None:
+                store[piece.shard_offset : piece.shard_offset + piece.numel].copy_(values)
 
 
 def _write_masters(group: FlatGroup, source: WeightSource) -> None:

@@ -39,7 +39,7 @@ def attach(group: FlatGroup, slot: int) -> None:
     own = [piece for piece in group.layout.pieces(group.links.rank) if piece.slot == slot]
     start = own[0].shard_offset if own else 0
     numel = own[0].numel if own else 0
-    shard: Any = group.store[start : start + numel]
+    shard: Any = group.resident.part(start, numel)
     shard.ds_numel, shard.status, shard.final_location = numel, ZeroParamStatus.AVAILABLE, None
     methods = _Methods(param, numel, group.links.world_size)
     param.__dict__.update(

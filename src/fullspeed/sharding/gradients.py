@@ -48,7 +48,8 @@ class GroupGradients:
     ) -> None:
         """Allocates nothing; see `allocate`."""
         self.params, self.layout = params, layout
-        self.placement, self.dtypes, self.links, self.scaling = placement, dtypes, links, scaling
+        self.placement, self.dtypes, self.scaling = placement, dtypes, scaling
+        self._reduce = links.reduce.of_one_buffer()
         self.device = params[0].device
         self._own = slice(*layout.shard_range(links.rank))
         self.local: torch.Tensor | None = None
@@ -66,7 +67,7 @@ class GroupGradients:
             self.local = self._make_local().zero_()
 
     def _make_local(self) -> torch.Tensor:
-        return self.links.reduce.empty(self.layout.padded_numel, self.dtypes.accum, self.device)
+        return self._reduce.empty(self.layout.padded_numel, self.dtypes.accum, self.device)
 
     # -------------------------------------------------------------- accumulate
 
@@ -119,10 +120,10 @@ class GroupGradients:
         wire = local if self.dtypes.wire == local.dtype else local.to(self.dtypes.wire)
         if self.placement.optim:
             self._incoming = self._reduction_target(local)
-            self._reducing = self.links.reduce.reduce_scatter(wire, self._incoming)
+            self._reducing = self._reduce.reduce_scatter(wire, self._incoming)
         else:
             self._incoming = wire
-            self._reducing = self.links.reduce.all_reduce(wire)
+            self._reducing = self._reduce.all_reduce(wire)
         self.has_local = False
         self._fresh = [True] * len(self.params)
         if self.placement.grads:
@@ -221,9 +222,9 @@ class GroupGradients:
                 yield slot, reduced[where.offset : where.end].view(where.shape)
 
     def nbytes(self) -> int:
-        """Bytes of `local` and `reduced`, memory they share counted once."""
+        """Bytes of `local` and `reduced`, memory they share counted once, and of what reductions keep."""
         held = [tensor.untyped_storage() for tensor in (self.local, self.reduced) if tensor is not None]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
+        return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values()) + self._reduce.nbytes()
 
 
 def _accumulate(view: torch.Tensor, grad: torch.Tensor, factor: float, is_fresh: bool) -> None:

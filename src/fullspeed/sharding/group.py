@@ -5,7 +5,8 @@
 | name    | shape    | dtype   | lives                | what it is                                                    |
 |---------|----------|---------|----------------------|---------------------------------------------------------------|
 | full    | (N,)     | compute | while computing      | what forward and backward read; the parameters are its views  |
-| store   | (N,)/(n,)| storage | always               | the resident values: whole, or this rank's shard              |
+| store   | (N,)/(n,)| storage | always               | the resident values: whole, or this rank's shard; frozen ones |
+|         |          |         |                      | may be kept as codes, see `sharding/resident.py`              |
 | master  | (N,)/(n,)| master  | always               | what the optimizer updates; a view of `store` if dtypes agree |
 | local   | (N,)     | accum   | whole grads: always; | this rank's own gradients since the last reduction            |
 |         |          |         | sharded: per pass    |                                                               |
@@ -26,11 +27,13 @@ from torch import nn
 from fullspeed.base.errors import UsageError
 from fullspeed.base.layout import FlatLayout, Piece
 from fullspeed.comm import Pending
+from fullspeed.kernels.quantize import DTYPES
 from fullspeed.precision.policy import CopyDtypes
 from fullspeed.sharding import placeholder
 from fullspeed.sharding.gradients import GradScaling, GroupGradients
 from fullspeed.sharding.links import GroupLinks
 from fullspeed.sharding.placement import Placement
+from fullspeed.sharding.resident import QuantizedResident, Resident
 
 # A parameter's first values, whole; None leaves it zero.
 ValuesOf = Callable[[nn.Parameter], "torch.Tensor | None"]
@@ -63,7 +66,6 @@ class FlatGroup:
         self.layout = FlatLayout([(fqn, tuple(p.shape)) for fqn, p in params], links.world_size)
         self.numel = self.layout.padded_numel
         self._own = slice(*self.layout.shard_range(links.rank))
-        self._source = links.shard_source()
 
         self.users = 0  # scopes that are computing with the group right now
         self.held_by_backward = False
@@ -87,7 +89,7 @@ class FlatGroup:
         self.full = make_full(self.numel, dtype=dtypes.compute, device=self.device)
         self._full_nbytes = self.full.untyped_storage().nbytes()
         self._is_whole = not self.is_transient
-        self.store = self._make_store()
+        self.resident = Resident(self._make_store(), self.links)
         self.master: torch.Tensor | None = None
         if self.is_trainable:
             self.master = self._make_master()
@@ -100,6 +102,15 @@ class FlatGroup:
         self.note_versions()
         if self.is_transient:
             self._free_full()
+        form = self.links.frozen_form
+        if form is not None and self.placement.params and not self.is_trainable and self.dtypes.storage in DTYPES:
+            # Not before all slots are written: a block that two of them share would be rounded twice.
+            self.resident = QuantizedResident(self.store, form, self.links)
+
+    @property
+    def store(self) -> torch.Tensor:
+        """The resident values, to read; see `Resident`."""
+        return self.resident.values
 
     def _make_master(self) -> torch.Tensor:
         own = self._own_store()
@@ -125,6 +136,8 @@ class FlatGroup:
         self.params[slot].grad = None
         if not self.is_trainable:
             self.is_trainable = True
+            store = self.store
+            self.resident = Resident(self._make_store().copy_(store), self.links)
             self.master = self._make_master()
             self.grads.allocate()
 
@@ -171,7 +184,7 @@ class FlatGroup:
         if self.dtypes.compute != self.dtypes.storage:
             self._wire = torch.empty(self.numel, dtype=self.dtypes.storage, device=self.device)
         target = self.full if self._wire is None else self._wire
-        self._gathering = (self.links.gather if exact else self._source).all_gather(target, self.store)
+        self._gathering = self.resident.all_gather(target, exact=exact)
 
     @torch.no_grad()
     def finish_unshard(self) -> None:
@@ -193,7 +206,7 @@ class FlatGroup:
     def serve(self) -> None:
         """Give this rank's shard to the ranks that gather the group now; nothing here changes. Collective."""
         unused = torch.empty(self.numel, dtype=self.dtypes.storage, device=self.device)
-        self._source.all_gather(unused, self.store).wait()
+        self.resident.all_gather(unused, exact=False).wait()
 
     def reshard(self) -> None:
         """Free `full`. Does nothing when parameters stay whole in their compute dtype."""
@@ -235,7 +248,7 @@ class FlatGroup:
 
     def forget_copies(self) -> None:
         """The resident values change: the next unshard reads them, not a copy made before. On all ranks alike."""
-        self._source.forget()
+        self.resident.forget_copies()
 
     @torch.no_grad()
     def write_slot(self, slot: int, value: torch.Tensor) -> None:
@@ -243,11 +256,12 @@ class FlatGroup:
         self.forget_copies()
         where, flat = self.layout.slots[slot], value.reshape(-1)
         own_start, _ = self.layout.shard_range(self.links.rank)
-        for tensor, is_shard in self._resident_tensors():
-            start = own_start if is_shard else 0
-            low, high = max(where.offset, start), min(where.end, start + tensor.numel())
-            if low < high:
-                tensor[low - start : high - start].copy_(flat[low - where.offset : high - where.offset])
+        with self.resident.editing() as store:
+            for tensor, is_shard in self._copies(store):
+                start = own_start if is_shard else 0
+                low, high = max(where.offset, start), min(where.end, start + tensor.numel())
+                if low < high:
+                    tensor[low - start : high - start].copy_(flat[low - where.offset : high - where.offset])
 
     def edited(self) -> list[int]:
         """Slots whose values somebody wrote into, or replaced as `param.data`, since whole and resident ones agreed.
@@ -297,9 +311,9 @@ class FlatGroup:
         """Whole and resident values agree: what is written from now on is an edit."""
         self._versions = [param._version for param in self.params]
 
-    def _resident_tensors(self) -> list[tuple[torch.Tensor, bool]]:
-        """(tensor, whether it is this rank's shard only) of everything that holds values now."""
-        found = [(self.store, self.placement.params)]
+    def _copies(self, store: torch.Tensor) -> list[tuple[torch.Tensor, bool]]:
+        """(tensor, whether it is this rank's shard only) of everything that holds values now, `store` the first."""
+        found = [(store, self.placement.params)]
         if self.master is not None:
             found.append((self.master, self.placement.optim))
         if self.is_transient and self._is_whole:
@@ -323,8 +337,8 @@ class FlatGroup:
         """Bytes this rank holds for the group, by name; see `Engine.memory_bytes`."""
         master = self.master if self.dtypes.master != self.dtypes.storage else None
         return {
-            "params": _nbytes(self.store),
-            "secondary": self._source.nbytes(),
+            "params": self.resident.nbytes(),
+            "secondary": self.resident.copies_nbytes(),
             "grads": self.grads.nbytes(),
             "master": 0 if master is None else _nbytes(master),
             "live": self.full.untyped_storage().nbytes() if self.is_transient else 0,

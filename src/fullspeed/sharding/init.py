@@ -56,7 +56,7 @@ class Init:
         mpu: an object whose `get_data_parallel_group()` names the ranks.
         zero_param_parallel_group: accepted; `initialize` makes secondary shards as configured.
         zero_quantized_weights: accepted; `initialize` quantises gathers as configured.
-        zero_quantized_nontrainable_weights: not available.
+        zero_quantized_nontrainable_weights: not here; a key of the configuration for `initialize`.
         sequence_data_parallel_group: the ranks that share the parameters under sequence parallelism.
         param_swapper: accepted; not used.
 
@@ -90,7 +90,10 @@ class Init:
         if not enabled:
             return
         if zero_quantized_nontrainable_weights:
-            raise UsageError("zero_quantized_nontrainable_weights is not available in this version; leave it out")
+            raise UsageError(
+                "zero_quantized_nontrainable_weights: which parameters are frozen is known when the engine is made; "
+                "set zero_optimization.zero_quantized_nontrainable_weights in the configuration instead"
+            )
         init_distributed()
         device = torch.device(get_accelerator().current_device_name())
         _check_remote(remote_device, device)

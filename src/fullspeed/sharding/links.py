@@ -27,7 +27,8 @@ from fullspeed.comm import (
     row_of,
 )
 from fullspeed.config.sharding import ZeroOptimization
-from fullspeed.sharding.quantized import quantized_gather, quantized_reduce
+from fullspeed.kernels.format import BlockFormat
+from fullspeed.sharding.quantized import frozen_form, quantized_gather, quantized_reduce
 from fullspeed.sharding.secondary import PrimaryShards, SecondaryShards, ShardSource
 
 
@@ -57,6 +58,7 @@ class GroupLinks:
         unshard: makes parameters whole to compute with; may be less exact, where the user asked for it.
         reduce: sums over `dp_group`; a reduce-scatter leaves this rank its shard.
         node: where a second copy of the parameters is kept; None when there is none.
+        frozen_form: as which codes frozen parameters are kept where they are sharded; None: as they are.
     """
 
     dp_group: Group
@@ -69,17 +71,18 @@ class GroupLinks:
     unshard: Gather
     reduce: Reduce
     node: Node | None
+    frozen_form: BlockFormat | None = None
 
     @property
     def num_ranks(self) -> int:
         """Ranks of `dp_group`."""
         return self.world_size * self.num_replicas
 
-    def shard_source(self) -> ShardSource:
-        """What one group's whole values are gathered from."""
+    def shard_source(self, gather: Gather) -> ShardSource:
+        """What one group's whole values are gathered from; `gather` reads the shards."""
         if self.node is None:
-            return PrimaryShards(self.unshard)
-        return SecondaryShards(self.unshard, self.node.gather, self.node.rank, self.node.world_size)
+            return PrimaryShards(gather)
+        return SecondaryShards(gather, self.node.gather, self.node.rank, self.node.world_size)
 
 
 def make_links(zero: ZeroOptimization, dp_group: Group, device: torch.device) -> GroupLinks:
@@ -104,6 +107,7 @@ def make_links(zero: ZeroOptimization, dp_group: Group, device: torch.device) ->
         unshard=quantized_gather(zero, gather, world_size),
         reduce=_make_reduce(zero, dp_group, shard_group, device),
         node=_make_node(zero.zero_hpz_partition_size, shard_group, device),
+        frozen_form=frozen_form(zero),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fullspeed.comm import (
+    Feedback,
     Gather,
     Group,
     Hop,
@@ -29,8 +30,15 @@ def quantized_gather(zero: ZeroOptimization, gather: Gather, world_size: int) ->
     return QuantizedGather(gather, world_size, form)
 
 
+def frozen_form(zero: ZeroOptimization) -> BlockFormat | None:
+    """As which codes sharded frozen parameters are kept; None where they are kept as they are."""
+    if not zero.zero_quantized_nontrainable_weights:
+        return None
+    return BlockFormat(zero.zero_quantized_weights_bits, zero.zero_quantized_block_size)
+
+
 def quantized_reduce(zero: ZeroOptimization, reduce: Reduce, group: Group, device: torch.device) -> Reduce:
-    """`reduce`, of quantised values where the configuration asks for it (qgZ). Collective over `group`.
+    """`reduce`, of quantised values where the configuration asks for it (qgZ, LoCo). Collective over `group`.
 
     One hop inside each node and one between nodes; where either would not leave a rank, only the other. A node is the
     ranks that share a second copy of the parameters, if there is one (hpZ), else those of a host; where hosts differ
@@ -46,4 +54,6 @@ def quantized_reduce(zero: ZeroOptimization, reduce: Reduce, group: Group, devic
         hops.append(Hop(make_transport(row_of(group, inside), device), inside, form))
     if inside < world_size:
         hops.append(Hop(make_transport(column_of(group, inside), device), world_size // inside, form))
-    return QuantizedReduce(reduce, hops)
+    loco = zero.zeropp_loco_param
+    feedback = None if loco is None else Feedback(loco.err_beta, loco.reset_T)
+    return QuantizedReduce(reduce, hops, feedback)

@@ -47,8 +47,8 @@ class ReductionPolicy:
 class Reductions:
     """The reductions of one model's trained groups.
 
-    In a pass: `begin_pass`; `arrived` with each gradient; `expect_alike` if it came to its end; `launch_remaining`; and,
-    when every rank has come so far, `finish_pass`. Before a step: `reduce_rest`.
+    In a pass: `begin_pass`; `arrived` with each gradient; `expect_alike`, if it comes to its end; `launch_remaining`;
+    and, when every rank has come so far, `finish_pass`. Before a step: `reduce_rest`.
     """
 
     def __init__(
