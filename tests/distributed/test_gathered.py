@@ -1,5 +1,7 @@
 """`GatheredParameters`: whole values for a while; an edit reaches the masters on every rank or is an error on all."""
 
+import io
+import pickle
 from typing import Any
 
 import pytest
@@ -274,3 +276,56 @@ def test_without_ranks_and_engine_it_is_transparent() -> None:
     with zero.GatheredParameters(layer.parameters(), modifier_rank=0):
         layer.weight.data.fill_(1.0)
     assert layer.weight.unique().tolist() == [1.0]
+
+
+@ranks(2)
+@pytest.mark.parametrize("home", ["held", "stage 3", "stage 3 bf16"])
+def test_whole_values_can_be_pickled(rank: int, world_size: int, home: str) -> None:
+    """A copy takes along what the user put on the parameter, and nothing of the engine's."""
+    model, engine = housed(home, rank)
+    weight, expected = model.inner.weight, master_of(model.inner.weight, engine)
+    if home.endswith("bf16"):
+        expected = expected.bfloat16().float()
+    weight.tag = "mine"
+    file = io.BytesIO()
+    with zero.GatheredParameters(weight):
+        copy = pickle.loads(pickle.dumps(weight))
+        torch.save(weight, file)
+    file.seek(0)
+    for loaded in (copy, torch.load(file, weights_only=False)):
+        assert type(loaded) is nn.Parameter
+        assert torch.equal(loaded.float(), expected)
+        assert vars(loaded) == {"tag": "mine"}
+    assert is_sharded(weight)
+
+
+@ranks(2)
+@pytest.mark.parametrize("home", ["held", "stage 3", "stage 3 bf16"])
+def test_arrays_keep_the_values_they_were_given(rank: int, world_size: int, home: str) -> None:
+    """numpy shares memory for good: the parameter goes on elsewhere, trained and gathered as ever."""
+    model, engine = housed(home, rank)
+    weight = model.inner.weight
+    with zero.GatheredParameters(weight):
+        array = weight.detach().float().numpy() if home.endswith("bf16") else weight.detach().numpy()
+        values = array.copy()
+    assert is_sharded(weight)
+    arrays, losses = [], []
+    if engine is not None:
+        handle = model.inner.register_forward_hook(
+            lambda *_: arrays.append(model.inner.weight.detach().float().numpy())
+        )
+        for _ in range(2):
+            loss = engine(torch.ones(2, 5)).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        handle.remove()
+        other, plain = housed(home, rank)
+        for expected in losses:
+            loss = plain(torch.ones(2, 5)).square().mean()
+            assert loss.item() == expected
+            plain.backward(loss)
+            plain.step()
+        assert torch.equal(master_of(weight, engine), master_of(other.inner.weight, plain))
+        assert not (arrays[0] == arrays[1]).all()
+    assert (array == values).all()

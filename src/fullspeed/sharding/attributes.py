@@ -54,6 +54,7 @@ def attach(group: FlatGroup, slot: int) -> None:
         ds_param_type=ZeroParamType.PARTITIONED,
         nvme_swapper=None,
         ds_status=ZeroParamStatus.NOT_AVAILABLE if placeholder.is_sharded(param) else ZeroParamStatus.AVAILABLE,
+        __getstate__=methods.own_state,
         **{name: getattr(methods, name) for name in _METHODS},
     )
 
@@ -122,6 +123,11 @@ class _Methods:
             "persist": param.ds_persist,
         }
 
+    def own_state(self) -> dict[str, Any]:
+        """The attributes that are not from here: what a pickled copy of the whole values takes along."""
+        param = self._params(None)[0]
+        return {name: value for name, value in vars(param).items() if name not in (*_NAMES, *_METHODS, "_shard_holder")}
+
     def convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter] | None = None) -> None:
         """Nothing to do: the parameter is sharded already."""
 
@@ -132,5 +138,5 @@ _METHODS = (
 )  # fmt: skip
 _NAMES = (
     "ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_persist", "ds_process_group", "ds_active_sub_modules",
-    "ds_secondary_tensor", "ds_param_type", "nvme_swapper", "ds_status",
+    "ds_secondary_tensor", "ds_param_type", "nvme_swapper", "ds_status", "__getstate__",
 )  # fmt: skip

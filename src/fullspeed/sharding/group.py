@@ -20,6 +20,7 @@ views of it stay valid (arXiv:1910.02054, section 5, for what is sharded when).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -37,6 +38,14 @@ from fullspeed.sharding.resident import QuantizedResident, Resident
 
 # A parameter's first values, whole; None leaves it zero.
 ValuesOf = Callable[[nn.Parameter], "torch.Tensor | None"]
+
+
+_group_of_storage: WeakValueDictionary[int, FlatGroup] = WeakValueDictionary()  # of every transient `full`
+
+
+def group_of(tensor: torch.Tensor) -> FlatGroup | None:
+    """The group whose `full` a tensor is a view of, if that is one that is freed and refilled."""
+    return _group_of_storage.get(tensor.untyped_storage()._cdata)
 
 
 class FlatGroup:
@@ -88,6 +97,8 @@ class FlatGroup:
         make_full = torch.empty if self.is_transient else torch.zeros
         self.full = make_full(self.numel, dtype=dtypes.compute, device=self.device)
         self._full_nbytes = self.full.untyped_storage().nbytes()
+        if self.is_transient:
+            _group_of_storage[self.full.untyped_storage()._cdata] = self
         self._is_whole = not self.is_transient
         self.resident = Resident(self._make_store(), self.links)
         self.master: torch.Tensor | None = None
@@ -218,9 +229,19 @@ class FlatGroup:
         self._free_full()
 
     def _free_full(self) -> None:
+        if not self.full.untyped_storage().resizable():
+            self._move_full()
         for param in self.params:
             placeholder.hide(param)
         self.full.untyped_storage().resize_(0)
+
+    def _move_full(self) -> None:
+        """Somebody was lent the memory of `full` for good, as numpy's arrays are: leave it to them and go elsewhere."""
+        del _group_of_storage[self.full.untyped_storage()._cdata]
+        self.full = torch.empty_like(self.full)
+        _group_of_storage[self.full.untyped_storage()._cdata] = self
+        for param, slot in zip(self.params, self.layout.slots, strict=True):
+            param.data = self.full[slot.offset : slot.end].view(slot.shape)
 
     # ----------------------------------------------------------- resident values
 

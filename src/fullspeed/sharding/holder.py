@@ -19,7 +19,7 @@ from fullspeed.comm import Group, broadcast, get_rank, get_world_size, make_tran
 from fullspeed.precision.policy import CopyDtypes
 from fullspeed.sharding import attributes, placeholder
 from fullspeed.sharding.gradients import GradScaling
-from fullspeed.sharding.group import FlatGroup
+from fullspeed.sharding.group import FlatGroup, group_of
 from fullspeed.sharding.links import GroupLinks
 from fullspeed.sharding.outputs import tensors_in
 from fullspeed.sharding.placement import Placement
@@ -48,7 +48,7 @@ class ShardHolder:
             gather=transport, unshard=transport, reduce=transport, node=None,
         )  # fmt: skip
         self._place: dict[torch.Tensor, tuple[FlatGroup, int]] = {}
-        self._group_of_storage: dict[int, FlatGroup] = {}
+        self._groups: set[FlatGroup] = set()
         self._borrowers: dict[FlatGroup, int] = {}  # contexts that keep a group whole
         self._taken_from: FlatGroup | None = None
 
@@ -95,7 +95,7 @@ class ShardHolder:
         dtypes = CopyDtypes(dtype, dtype, dtype, dtype, dtype)
         scaling = GradScaling(pre=1.0, post=1.0)
         group = FlatGroup(len(self._place), members, _IN_SHARDS, dtypes, self._links, scaling, _initial_values)
-        self._group_of_storage[group.full.untyped_storage()._cdata] = group
+        self._groups.add(group)
         for slot, param in enumerate(group.params):
             self._place[param] = (group, slot)
             placeholder.adopt(param, self)
@@ -187,8 +187,8 @@ class ShardHolder:
     def _groups_of(self, tensors: Iterable[torch.Tensor]) -> list[FlatGroup]:
         found = {}
         for tensor in tensors:
-            group = self._group_of_storage.get(tensor.untyped_storage()._cdata)
-            if group is None or not group.params:
+            group = group_of(tensor)
+            if group is None or group not in self._groups or not group.params:
                 raise UsageError(
                     f"a view of shape {tuple(tensor.shape)} outlived the sharded parameter it was taken of; take it "
                     f"again from the model's parameter"
@@ -219,7 +219,7 @@ class ShardHolder:
     def _keep_views(self, result: object) -> None:
         """Results that share a parameter's memory stay usable: each use of them gathers as the parameter does."""
         for tensor in tensors_in(result):
-            is_view = tensor not in self._place and tensor.untyped_storage()._cdata in self._group_of_storage
+            is_view = tensor not in self._place and group_of(tensor) in self._groups
             if is_view:
                 placeholder.hide_view(tensor, self)
                 tensor.__dict__["_shard_holder"] = self

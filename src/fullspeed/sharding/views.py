@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fullspeed.base.errors import UsageError
-from fullspeed.sharding.group import FlatGroup
+from fullspeed.sharding.group import FlatGroup, group_of
 from fullspeed.sharding.scopes import uncompiled
 
 
@@ -23,14 +23,14 @@ class TransientViews:
 
     def __init__(self, groups: Sequence[FlatGroup], need: Callable[[Sequence[FlatGroup]], None]) -> None:
         self._need = need
-        self._group_of_storage = {group.full.untyped_storage()._cdata: group for group in groups if group.is_transient}
+        self._groups = {group for group in groups if group.is_transient}
         self._saved_hooks: Any = None
 
     # ---------------------------------------------------------------- autograd
 
     def begin_saving(self) -> None:
         """From now on a view that autograd saves calls for its group's values when backward uses it."""
-        if self._group_of_storage and not _has_saved_tensor_hooks():
+        if self._groups and not _has_saved_tensor_hooks():
             self._saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             self._saved_hooks.__enter__()
 
@@ -42,8 +42,8 @@ class TransientViews:
 
     @uncompiled
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple[FlatGroup, torch.Tensor]:
-        group = self._group_of_storage.get(tensor.untyped_storage()._cdata)
-        return tensor if group is None else (group, tensor)
+        group = group_of(tensor)
+        return (group, tensor) if group in self._groups else tensor
 
     @uncompiled
     def _unpack(self, packed: torch.Tensor | tuple[FlatGroup, torch.Tensor]) -> torch.Tensor:
@@ -57,10 +57,10 @@ class TransientViews:
 
     def returned(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[FlatGroup, torch.Tensor]]:
         """Views among a module's outputs, each with its group; the parameters themselves know when theirs are freed."""
-        for tensor in tensors if self._group_of_storage else ():
+        for tensor in tensors if self._groups else ():
             if not isinstance(tensor, nn.Parameter) and torch._C._has_storage(tensor):
-                group = self._group_of_storage.get(tensor.untyped_storage()._cdata)
-                if group is not None:
+                group = group_of(tensor)
+                if group in self._groups:
                     yield group, tensor
 
     @staticmethod
