@@ -34,6 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "hpZ": {"zero_hpz_partition_size": 2},
     "qwZ": {"zero_quantized_weights": True},
     "qgZ": {"zero_quantized_gradients": True},
+    "qgZ + LoCo": {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}},
     "hpZ + qwZ + qgZ": {
         "zero_hpz_partition_size": 2,
         "zero_quantized_weights": True,
