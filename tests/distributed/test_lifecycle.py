@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import os
 import subprocess
 import sys
@@ -13,7 +15,9 @@ import torch
 from torch import nn
 
 from fullspeed.base.errors import ConfigError, UsageError
+from fullspeed.comm import CommRecorder, observing
 from fullspeed.engine.initialize import initialize
+from fullspeed.zero import GatheredParameters
 from tests.models import deep_mlp, mlp, stack
 from tests.parity.beside import Pair, adamw, difference, sgd, square, vectors, zero_config
 from tests.ranks import ranks
@@ -247,3 +251,30 @@ def test_a_step_without_gradients(rank, world_size):
         engine.step()
         engine.destroy()
         assert max(difference(model, mlp()).values()) == 0.0
+
+
+@ranks(2)
+@pytest.mark.parametrize("way", ["deepcopy", "torch.save"])
+def test_a_copy_of_a_module_in_training_is_an_ordinary_module(rank, world_size, way):
+    """Its forward is its own business, on one rank alone; what the engine does goes on as if there were none."""
+    for stage in STAGES:
+        pair = Pair(rank, world_size, deep_mlp, zero_config(stage), adamw).train(2)
+        with GatheredParameters(pair.model.parameters()):
+            twin = copy.deepcopy(pair.model) if way == "deepcopy" else _unpickled(pair.model)
+        assert type(twin) is type(pair.model)
+        events = CommRecorder()
+        with observing(events):
+            if rank == 0:
+                loss = square(twin, torch.ones(4, 5))
+                loss.backward()
+                torch.optim.SGD(twin.parameters(), lr=0.1).step()
+                assert square(twin, torch.ones(4, 5)).item() < loss.item()
+        assert not events.events
+        pair.train(2).check()
+
+
+def _unpickled(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)

@@ -134,8 +134,8 @@ class _Scope:
         self._enter, self._leave = enter, leave
         self._entered: list[Sequence[FlatGroup]] = []  # what was needed when the calls under way began
         self._handles = [
-            module.register_forward_pre_hook(not_compiled(self._before), prepend=True),
-            module.register_forward_hook(not_compiled(self._after), always_call=True),
+            module.register_forward_pre_hook(_Hook(not_compiled(self._before)), prepend=True),
+            module.register_forward_hook(_Hook(not_compiled(self._after)), always_call=True),
         ]
 
     def _before(self, module: nn.Module, args: Any) -> None:
@@ -150,6 +150,23 @@ class _Scope:
         """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
+
+
+class _Hook(functools.partial[None]):
+    """A hook of one module and of no other: in a copy of the module, or a pickled one, is one that does nothing."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NoHook:
+        return _NoHook()
+
+    def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
+        return _NoHook, ()
+
+
+class _NoHook:
+    """What is left of a hook in a copy of its module."""
+
+    def __call__(self, *args: Any) -> None:
+        """Nothing."""
 
 
 def _is_of_torch(module: nn.Module) -> bool:
