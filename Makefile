@@ -23,11 +23,12 @@ help:
 	@echo "make docs     generate docs/config.md and docs/config.schema.json"
 	@echo "make clean    remove caches and .venv"
 
-$(READY): pyproject.toml requirements-dev.txt
+$(READY): pyproject.toml requirements-dev.txt setup.py $(wildcard csrc/*)
 	@echo "installing the development environment into $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq --no-compile -r requirements-dev.txt
 	@$(BIN)/python -m pip install -qq --no-build-isolation --no-deps --editable .
+	@test -e src/fullspeed/kernels/_native.so || echo "no native library (it needs gcc or clang): plain PyTorch is used"
 	@touch $@
 
 demo: $(READY)

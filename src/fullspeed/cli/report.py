@@ -15,13 +15,13 @@ import torch
 from fullspeed import __version__
 from fullspeed.accelerator import Accelerator, get_accelerator
 from fullspeed.comm.backends import available_backends
-from fullspeed.kernels import quantize, registry
+from fullspeed.kernels import native, quantize, registry, update
 
 PACKAGES = (
     "torch", "pydantic", "numpy", "safetensors", "transformers", "accelerate", "triton", "tensorboard", "wandb",
     "comet-ml", "matplotlib",
 )  # fmt: skip
-OPERATIONS = (quantize,)
+OPERATIONS = (quantize, update)
 """Modules that define kernels: they have to be imported for the registry to know them."""
 
 
@@ -51,6 +51,7 @@ def collect() -> list[tuple[str, str]]:
         ("backends", ", ".join(available_backends())),
         ("cores", f"{os.cpu_count()}, torch uses {torch.get_num_threads()}"),
     ]
+    rows.append(("native library", native.describe()))
     choices = registry.choices(torch.device(accelerator.device_name()))
     rows += [(f"kernel {choice.op}", f"{choice.implementation} ({choice.reason})") for choice in choices]
     return rows
