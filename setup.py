@@ -41,7 +41,8 @@ def units() -> list[Unit]:
         Unit("update.cpp", name, (*ARITHMETIC, f"-DINSTRUCTION_SET={name}", *([f"-march={arch}"] if arch else [])))
         for name, arch in sets.items()
     ]
-    others = sorted(path.name for path in SOURCES.glob("*.cpp") if path.name != "update.cpp")
+    skipped = {"update.cpp"} if sys.platform == "linux" else {"update.cpp", "file_io.cpp", "io_uring.cpp"}
+    others = sorted(path.name for path in SOURCES.glob("*.cpp") if path.name not in skipped)
     openmp = () if IS_MAC else ("-fopenmp",)
     return updates + [Unit(source, "common", openmp) for source in others]
 

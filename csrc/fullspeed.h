@@ -7,7 +7,7 @@
 
 #define FS_API extern "C" __attribute__((visibility("default")))
 
-constexpr int32_t ABI_VERSION = 1;
+constexpr int32_t ABI_VERSION = 2;
 
 // Element types of a tensor; `none` stands for a tensor that is absent.
 enum Dtype : int32_t { none = 0, float32 = 1, bfloat16 = 2, float16 = 3 };
@@ -46,3 +46,24 @@ FS_API const char *fs_instruction_set(int32_t index);
 
 // Updates tensors in one pass with up to `num_threads` threads. Returns 0, or -1 for dtypes it has no code for.
 FS_API int32_t fs_update(const Update *how, const Tensor *tensors, int64_t count, int32_t num_threads, int32_t set);
+
+// Moves bytes between memory and open files, in the background: transfers are cut into blocks, of which `depth` are
+// under way at once. Linux only.
+struct FileIo;
+
+enum Engine : int32_t { threads = 0, io_uring = 1 };
+
+// Null with `*error` set to an errno where the engine cannot be had.
+FS_API FileIo *fs_io_create(Engine engine, int32_t depth, int64_t block_bytes, int32_t *error);
+
+// Waits for what is under way, then frees everything.
+FS_API void fs_io_destroy(FileIo *io);
+
+// Starts a transfer and returns its ticket. Memory and descriptor must live until it has been waited for.
+FS_API int64_t fs_io_submit(FileIo *io, int32_t is_write, int32_t descriptor, void *memory, int64_t nbytes,
+                            int64_t offset);
+
+// Waits for a transfer, once. Returns 0, an errno, or FILE_ENDED if a read met the end of the file.
+FS_API int32_t fs_io_wait(FileIo *io, int64_t ticket);
+
+constexpr int32_t FILE_ENDED = -1;

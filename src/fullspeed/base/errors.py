@@ -52,3 +52,7 @@ class CheckpointError(FullSpeedError, RuntimeError):
 
 class LossScaleError(FullSpeedError, RuntimeError):
     """The dynamic loss scale is at its minimum and gradients still overflow."""
+
+
+class StorageError(FullSpeedError, RuntimeError):
+    """A file that tensors are offloaded to cannot be read or written."""

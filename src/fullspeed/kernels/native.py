@@ -8,11 +8,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import pathlib
+import sys
 from typing import NamedTuple
 
 import torch
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 """Of the interface below; a library with another one was built from other sources."""
 PATH = pathlib.Path(__file__).with_name("_native.so")
 
@@ -63,8 +64,21 @@ def load() -> Native | str:
     functions.fs_update.argtypes = (
         ctypes.POINTER(UpdateStruct), ctypes.POINTER(TensorStruct), ctypes.c_int64, ctypes.c_int32, ctypes.c_int32,
     )  # fmt: skip
+    if sys.platform == "linux":
+        _declare_file_io(functions)
     names = (functions.fs_instruction_set(index) for index in range(functions.fs_num_instruction_sets()))
     return Native(functions, tuple(name.decode() for name in names))
+
+
+def _declare_file_io(functions: ctypes.CDLL) -> None:
+    handle, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    functions.fs_io_create.restype = handle
+    functions.fs_io_create.argtypes = (int32, int32, int64, ctypes.POINTER(int32))
+    functions.fs_io_destroy.argtypes = (handle,)
+    functions.fs_io_submit.restype = int64
+    functions.fs_io_submit.argtypes = (handle, int32, int32, ctypes.c_void_p, int64, int64)
+    functions.fs_io_wait.restype = int32
+    functions.fs_io_wait.argtypes = (handle, int64)
 
 
 def require() -> Native:

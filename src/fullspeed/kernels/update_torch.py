@@ -6,6 +6,7 @@ Tensors in 16 bits are widened, stepped and rounded a chunk at a time, so no tem
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -44,7 +45,7 @@ def _chunks(item: Item) -> Iterator[Item]:
         yield whole
         return
     for begin in range(0, item.param.numel(), _CHUNK_NUMEL):
-        yield _each(whole, lambda tensor, begin=begin: tensor[begin : begin + _CHUNK_NUMEL])
+        yield _each(whole, operator.itemgetter(slice(begin, begin + _CHUNK_NUMEL)))
 
 
 def _each(item: Item, change: Callable[[Tensor], Tensor]) -> Item:
