@@ -11,13 +11,18 @@ import os
 import pathlib
 import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import pytest
 
 SSH_PORT = 2222
 WAIT_S = 20.0
+LIMIT_S = 150.0
+ENDING_S = 40.0  # in which ranks end by themselves that no launcher watches any more
+SRC = pathlib.Path(__file__).parents[1] / "src"
 
 
 class Hosts:
@@ -39,6 +44,15 @@ class Hosts:
     def inside(self, space: str, *words: str) -> list[str]:
         """The words that run a command in a namespace."""
         return ["ip", "netns", "exec", space, *words]
+
+    def programs(self, number: int) -> list[str]:
+        """Names of the processes that run in a host, but for its ssh server."""
+        pids = subprocess.run(["ip", "netns", "pids", self.spaces[number]], capture_output=True, text=True, check=True)
+        found = []
+        for pid in pids.stdout.split():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found.append(pathlib.Path(f"/proc/{pid}/comm").read_text().strip())
+        return [name for name in found if not name.startswith("sshd")]
 
     @contextlib.contextmanager
     def cut_off(self, number: int) -> Iterator[None]:
@@ -91,6 +105,74 @@ class Hosts:
             while subprocess.run(probe, capture_output=True, check=False).returncode and time.monotonic() < deadline:
                 time.sleep(0.05)
             _run(*probe)
+
+
+class Ended(NamedTuple):
+    """A finished launcher."""
+
+    code: int
+    output: str
+    seconds: float
+
+
+class Job:
+    """`fullspeed` started on the hub."""
+
+    def __init__(self, hosts: Hosts, folder: pathlib.Path, *words: str, count: int = 2, launcher: str = "ssh") -> None:
+        (folder / "hosts").write_text("".join(f"{address} slots=1\n" for address in hosts.addresses[:count]))
+        command = [sys.executable, "-m", "fullspeed.cli.main", "-H", "hosts", "--launcher", launcher]
+        command += ["--launcher_args", hosts.ssh_args] if launcher == "ssh" else []
+        command += words
+        environment = {**os.environ, "PYTHONPATH": str(SRC), "NCCL_DEBUG": "it's on"}
+        environment["PDSH_SSH_ARGS_APPEND"] = hosts.ssh_args
+        output = (folder / "output").open("wb")
+        self.output = folder / "output"
+        self.process = subprocess.Popen(
+            hosts.inside(hosts.hub, *command), cwd=folder, env=environment, stdout=output, stderr=output
+        )
+
+    def wait_for_ranks(self) -> list[int]:
+        """Process ids that both ranks have written."""
+        paths = [self.output.with_name(f"pid{rank}") for rank in (0, 1)]
+        for path in paths:
+            self.wait_for(path)
+            wait_until(lambda path=path: path.read_text().endswith("\n"), "it wrote all of it")
+        return [int(path.read_text()) for path in paths]
+
+    def wait_for(self, path: pathlib.Path) -> None:
+        """Wait until a rank has written the file."""
+
+        def is_there() -> bool:
+            assert self.process.poll() is None, self.output.read_text()
+            return path.exists()
+
+        wait_until(is_there, f"a rank wrote {path.name}")
+
+    def wait(self) -> Ended:
+        """Wait for its end; a job that does not end is killed, and the test fails."""
+        started = time.monotonic()
+        try:
+            code = self.process.wait(LIMIT_S)
+        finally:
+            self.process.kill()
+        return Ended(code, self.output.read_text(), time.monotonic() - started)
+
+
+def is_running(pid: int) -> bool:
+    return pathlib.Path(f"/proc/{pid}").exists()
+
+
+def wait_until_ended(pids: list[int]) -> None:
+    """Ranks that no launcher watches any more end by themselves."""
+    wait_until(lambda: not any(map(is_running, pids)), "the ranks ended with their job", ENDING_S)
+
+
+def wait_until(has_come: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
+    """Wait for something; fail with its name when it does not come."""
+    deadline = time.monotonic() + limit_s
+    while not has_come():
+        assert time.monotonic() < deadline, f"waited {limit_s:g} s until {what}"
+        time.sleep(0.05)
 
 
 @contextlib.contextmanager

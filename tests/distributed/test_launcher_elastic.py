@@ -1,32 +1,34 @@
-"""An elastic job: a node is lost and comes back; the job goes on from the newest checkpoint with the same batch."""
+"""Elastic jobs: hosts are lost and come back; the job goes on from the newest checkpoint with the same batch."""
 
 from __future__ import annotations
 
 import json
 import os
+import pathlib
 import signal
-import time
 
 import pytest
 import torch
 
+from tests.hosts import LIMIT_S, Job, real_hosts, wait_until
 from tests.ranks import run_ranks
 
 NUM_STEPS = 7
 LOST_AT, BACK_AT = 2, 4  # steps are counted from 0
 BATCH = 12
-LIMIT_S = 280
+NODE_TIMEOUT_S = 6
 
+# Ranks of the full size stand still at step LOST_AT until a node is lost; those left go on to BACK_AT, where they stand
+# still until it is back.
 TRAIN = """
 import json, os, pathlib, signal, sys, time
 import torch, fullspeed
 from fullspeed import comm
 
-num_steps, lost_at, back_at = map(int, sys.argv[-3:])
-lost = pathlib.Path("lost")
-for _ in range(1000):  # while the third node is late: its coming ends this start
-    if os.environ["WORLD_SIZE"] == "3" or lost.exists():
-        break
+full_size, num_steps, lost_at, back_at, killed_at = map(int, sys.argv[-5:])
+is_full = int(os.environ["WORLD_SIZE"]) == full_size
+lost, killed = pathlib.Path("lost"), pathlib.Path("killed")
+while not is_full and not lost.exists():  # while a node is late: its coming ends this start
     time.sleep(0.1)
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
@@ -35,13 +37,18 @@ engine.load_checkpoint("saved")
 micro, accum = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
 first_row = engine.global_rank * micro * accum
 for step in range(engine.global_steps, num_steps):
-    if step == back_at and os.environ["WORLD_SIZE"] == "2":
-        pathlib.Path("come back").touch()
-        time.sleep(200)  # the third node's coming ends this start
-    if step == lost_at and os.environ["NODE"] == "2":
+    if step == lost_at and is_full:
         lost.touch()
-        os.kill(os.getppid(), signal.SIGKILL)  # the node's agent and its rank go at once, as if the host had died
+        if os.environ.get("NODE") == "1":
+            os.kill(os.getppid(), signal.SIGKILL)  # the node's agent and its rank go at once, as if the host had died
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(200)
+    if step == killed_at and engine.global_rank == 1 and not killed.exists():
+        killed.touch()
         os.kill(os.getpid(), signal.SIGKILL)
+    if step == back_at and not is_full:
+        pathlib.Path("come back").touch()
+        time.sleep(200)
     rows = torch.randn(12, 5, generator=torch.Generator().manual_seed(step))[first_row:]
     total = torch.zeros(())
     for number in range(accum):
@@ -63,33 +70,29 @@ CONFIG = {
 }
 
 
+def _job_words(nodes: str, full_size: int, killed_at: int = -1) -> list[str]:
+    """The launcher's words and the script's."""
+    flags = f"--elastic_training {nodes} --elastic_wait 2 --node_timeout {NODE_TIMEOUT_S}"
+    return [*flags.split(), "train.py", *map(str, (full_size, NUM_STEPS, LOST_AT, BACK_AT, killed_at))]
+
+
 def _node(rank, world_size, folder, port):
     """One node of the job, in a process of its own that may be killed."""
     os.chdir(folder)
     os.environ["NODE"] = str(rank)
-    flags = "--elastic_training --no_ssh --min_elastic_nodes 2 --max_elastic_nodes 3 --elastic_wait 2 --node_timeout 9"
-    words = [
-        *flags.split(),
-        "--master_addr",
-        "127.0.0.1",
-        "--master_port",
-        str(port),
-        "--node_rank",
-        str(rank),
-        "train.py",
-    ]
-    code = _run_node([*words, str(NUM_STEPS), str(LOST_AT), str(BACK_AT)])
+    meeting = f"--no_ssh --master_addr 127.0.0.1 --master_port {port} --node_rank {rank}"
+    words = _job_words(f"{meeting} --min_elastic_nodes 1 --max_elastic_nodes 2", 2)
+    code = _run_node(words)
     if code >= 0:
         return [code]
-    while not os.path.exists("come back"):
-        time.sleep(0.1)
-    return [code, _run_node([*words, str(NUM_STEPS), str(LOST_AT), str(BACK_AT)])]
+    wait_until(pathlib.Path("come back").exists, "the node that is left trained on")
+    return [code, _run_node(words)]
 
 
 def _run_node(words):
     pid = os.fork()
     if pid == 0:
-        signal.alarm(LIMIT_S)  # even if the test is killed
+        signal.alarm(int(LIMIT_S))  # even if the test is killed
         from fullspeed.cli.main import main
 
         os._exit(main(words))
@@ -111,17 +114,41 @@ def uninterrupted_losses() -> list[float]:
     return losses
 
 
-def test_a_node_is_lost_and_comes_back_and_no_loss_changes(tmp_path):
-    from fullspeed.launcher.launch import find_free_port
+def check_losses(folder: pathlib.Path, full: list[int], left: list[int]) -> None:
+    """Every step was made once, with these ranks, global batches and accumulation steps, and no loss changed."""
+    lines = [json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines()]
+    assert [line[0] for line in lines] == list(range(NUM_STEPS))
+    expected = [left if LOST_AT <= step < BACK_AT else full for step in range(NUM_STEPS)]
+    assert [line[2:] for line in lines] == expected
+    assert [line[1] for line in lines] == pytest.approx(uninterrupted_losses(), rel=1e-5)
 
+
+@pytest.fixture
+def folder(tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "ds_config.json").write_text(json.dumps(CONFIG))
-    codes = run_ranks(_node, 3, tmp_path, find_free_port("127.0.0.1"), timeout_s=LIMIT_S)
-    assert codes == [[0], [0], [-9, 0]]
-    lines = [json.loads(line) for line in (tmp_path / "losses.jsonl").read_text().splitlines()]
-    assert [line[0] for line in lines] == list(range(NUM_STEPS))
-    three, two = [3, BATCH, 2], [2, BATCH, 3]  # ranks, global batch, accumulation steps
-    assert [line[2:] for line in lines] == [
-        three if step < LOST_AT or step >= BACK_AT else two for step in range(NUM_STEPS)
-    ]
-    assert [line[1] for line in lines] == pytest.approx(uninterrupted_losses(), rel=1e-5)
+    return tmp_path
+
+
+def test_a_killed_node_started_by_hand_comes_back(folder):
+    from fullspeed.launcher.launch import find_free_port
+
+    codes = run_ranks(_node, 2, folder, find_free_port("127.0.0.1"), timeout_s=LIMIT_S)
+    assert codes == [[0], [-9, 0]]
+    check_losses(folder, full=[2, BATCH, 3], left=[1, BATCH, 6])
+
+
+def test_a_cut_link_a_killed_rank_and_the_link_again_on_real_hosts(folder):
+    with real_hosts(folder, 3) as hosts:
+        nodes = "--min_elastic_nodes 2 --max_elastic_nodes 3 --no_local_rank"
+        job = Job(hosts, folder, *_job_words(nodes, 3, killed_at=LOST_AT + 1), count=3)
+        job.wait_for(folder / "lost")
+        with hosts.cut_off(2):
+            job.wait_for(folder / "come back")
+            wait_until(lambda: not hosts.programs(2), "the cut-off host's processes ended")
+        ended = job.wait()
+    assert ended.code == 0, ended.output
+    assert (folder / "killed").exists()
+    assert f"nothing was heard of host {hosts.addresses[2]} for {NODE_TIMEOUT_S} s" in ended.output
+    assert f"host {hosts.addresses[2]} is lost" in ended.output
+    check_losses(folder, full=[3, BATCH, 2], left=[2, BATCH, 3])

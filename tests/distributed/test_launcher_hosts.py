@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import time
-from typing import NamedTuple
 
 import pytest
 
-from tests.hosts import Hosts, real_hosts
+from tests.hosts import Job, is_running, real_hosts, wait_until_ended
 
-SRC = pathlib.Path(__file__).parents[2] / "src"
-LIMIT_S = 150.0
 NODE_TIMEOUT_S = 5
+TIMEOUT = ("--node_timeout", str(NODE_TIMEOUT_S))
+WRITE_PID = "echo $$ > pid$RANK; exec sleep 600"
+STAND_STILL = (*TIMEOUT, "--no_python", "--no_local_rank", "sh", "-c", WRITE_PID)
 
 TRAIN = """
 import sys, torch, fullspeed
@@ -38,62 +35,6 @@ sys.stdout.write(" ".join(map(str, words)) + "\\n")  # at once: ranks share the 
 """
 
 
-class Ended(NamedTuple):
-    """A finished launcher."""
-
-    code: int
-    output: str
-    seconds: float
-
-
-class Job:
-    """`fullspeed` started on the hub."""
-
-    def __init__(self, hosts: Hosts, folder: pathlib.Path, *words: str, count: int = 2, launcher: str = "ssh") -> None:
-        (folder / "hosts").write_text("".join(f"{address} slots=1\n" for address in hosts.addresses[:count]))
-        command = [sys.executable, "-m", "fullspeed.cli.main", "-H", "hosts", "--launcher", launcher]
-        command += ["--launcher_args", hosts.ssh_args] if launcher == "ssh" else []
-        command += ["--node_timeout", str(NODE_TIMEOUT_S), *words]
-        environment = {**os.environ, "PYTHONPATH": str(SRC), "NCCL_DEBUG": "it's on"}
-        environment["PDSH_SSH_ARGS_APPEND"] = hosts.ssh_args
-        output = (folder / "output").open("wb")
-        self.output = folder / "output"
-        self.process = subprocess.Popen(
-            hosts.inside(hosts.hub, *command), cwd=folder, env=environment, stdout=output, stderr=output
-        )
-
-    def wait_for_ranks(self) -> list[int]:
-        """Process ids that both ranks have written."""
-        deadline = time.monotonic() + LIMIT_S
-        paths = [self.output.with_name(f"pid{rank}") for rank in (0, 1)]
-        while not all(path.exists() and path.read_text().endswith("\n") for path in paths):
-            assert self.process.poll() is None, self.output.read_text()
-            assert time.monotonic() < deadline, "ranks did not start"
-            time.sleep(0.05)
-        return [int(path.read_text()) for path in paths]
-
-    def wait(self) -> Ended:
-        """Wait for its end; a job that does not end is killed, and the test fails."""
-        started = time.monotonic()
-        try:
-            code = self.process.wait(LIMIT_S)
-        finally:
-            self.process.kill()
-        return Ended(code, self.output.read_text(), time.monotonic() - started)
-
-
-def is_running(pid: int) -> bool:
-    return pathlib.Path(f"/proc/{pid}").exists()
-
-
-def wait_until_ended(pids: list[int]) -> None:
-    """Ranks that no launcher watches any more end by themselves."""
-    deadline = time.monotonic() + NODE_TIMEOUT_S + 30
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline, "ranks outlived their job"
-        time.sleep(0.1)
-
-
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
     with real_hosts(tmp_path_factory.mktemp("hosts"), 3) as found:
@@ -110,7 +51,7 @@ def test_training_on_several_hosts(hosts, tmp_path, launcher, count):
         'echo "told $RANK $MASTER_ADDR $GREETING $NCCL_DEBUG"; exec "$PYTHON_HERE" train.py\n'
     )
     os.environ["PYTHON_HERE"] = sys.executable
-    words = ("--no_python", "--no_local_rank", "sh", "job.sh")
+    words = (*TIMEOUT, "--no_python", "--no_local_rank", "sh", "job.sh")
     ended = Job(hosts, tmp_path, *words, count=count, launcher=launcher).wait()
     assert ended.code == 0, ended.output
     # pdsh puts the host's name before each line.
@@ -122,7 +63,7 @@ def test_training_on_several_hosts(hosts, tmp_path, launcher, count):
 
 
 def test_a_killed_rank_ends_the_job_on_all_hosts_and_is_named(hosts, tmp_path):
-    job = Job(hosts, tmp_path, "--no_python", "--no_local_rank", "sh", "-c", "echo $$ > pid$RANK; exec sleep 600")
+    job = Job(hosts, tmp_path, *STAND_STILL)
     pids = job.wait_for_ranks()
     os.kill(pids[1], signal.SIGKILL)
     ended = job.wait()
@@ -133,7 +74,7 @@ def test_a_killed_rank_ends_the_job_on_all_hosts_and_is_named(hosts, tmp_path):
 
 
 def test_a_stopped_launcher_leaves_nothing_on_the_hosts(hosts, tmp_path):
-    job = Job(hosts, tmp_path, "--no_python", "--no_local_rank", "sh", "-c", "echo $$ > pid$RANK; exec sleep 600")
+    job = Job(hosts, tmp_path, *STAND_STILL)
     pids = job.wait_for_ranks()
     job.process.terminate()
     assert job.wait().code == 128 + signal.SIGTERM
@@ -141,7 +82,7 @@ def test_a_stopped_launcher_leaves_nothing_on_the_hosts(hosts, tmp_path):
 
 
 def test_a_cut_link_ends_the_job_within_the_time_that_was_set(hosts, tmp_path):
-    job = Job(hosts, tmp_path, "--no_python", "--no_local_rank", "sh", "-c", "echo $$ > pid$RANK; exec sleep 600")
+    job = Job(hosts, tmp_path, *STAND_STILL)
     pids = job.wait_for_ranks()
     with hosts.cut_off(1):
         ended = job.wait()

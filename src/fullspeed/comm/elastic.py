@@ -20,11 +20,12 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from fullspeed.base import env
 from fullspeed.base.errors import CommError
 from fullspeed.comm.rank_agent import Ending, RankAgent, RankExit
+from fullspeed.comm.rounds import Rounds
 
 _AGENT_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _EXIT_BARRIER_S = 1.0  # agents wait for each other in `NodeWatch`, where they hear of failures meanwhile
-_ELASTIC_EXIT_BARRIER_S = 300.0  # there is no such watch over an elastic job
+_ELASTIC_EXIT_BARRIER_S = 300.0  # nodes of an elastic job leave when the ranks of all have ended
 _JOIN_S = 300  # how long an elastic job's node tries to reach the first
 _MISSED_BEATS = 3
 _AGENTS_START_S = 120  # agents have met before they open their store, so all open it within this time
@@ -34,7 +35,7 @@ class Elasticity(NamedTuple):
     """How an elastic job deals with nodes that come and go."""
 
     min_nodes: int
-    max_restarts: int  # after failures; a changed number of nodes costs none
+    max_restarts: int  # after failures and lost nodes; one that joins costs none
     last_call_s: int  # once `min_nodes` are there, how long to wait for more
     silence_s: float  # a node that gives no sign of life for so long is lost
 
@@ -47,6 +48,7 @@ class Meeting(NamedTuple):
     run_id: str  # the same on all nodes, another for each job
     node: int  # this node's index; node 0 keeps the meeting. An elastic job numbers its ranks without it
     num_nodes: int  # at most, for an elastic job
+    name: str  # of this node, for people
     elastic: Elasticity | None = None
 
 
@@ -109,7 +111,7 @@ def run_ranks(
             **_master(meeting),
         )
         exit_barrier_s = _ELASTIC_EXIT_BARRIER_S if meeting.elastic else _EXIT_BARRIER_S
-        agent = RankAgent(spec, log_dir, exit_barrier_s, ending)
+        agent = RankAgent(spec, log_dir, exit_barrier_s, _also_when_lost(ending, handler))
         result = _run_agent(agent, handler)
     except SignalException as error:
         raise RanksInterruptedError(int(error.sigval)) from None
@@ -172,7 +174,15 @@ def _rendezvous(meeting: Meeting) -> RendezvousHandler:
         local_addr=own_address(meeting.address, meeting.port),
         **extra,
     )
-    return get_rendezvous_handler(parameters)
+    handler = get_rendezvous_handler(parameters)
+    return Rounds(handler, meeting.name, meeting.address, elastic.silence_s) if elastic else handler
+
+
+def _also_when_lost(ending: Ending, handler: RendezvousHandler) -> Ending:
+    """End ranks of an elastic job, to start them anew, when a node of theirs is lost."""
+    if not isinstance(handler, Rounds):
+        return ending
+    return ending._replace(is_wanted=lambda: handler.is_broken() or ending.is_wanted())
 
 
 def _master(meeting: Meeting) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """What the nodes of a job tell each other while their ranks run: that they are alive, and what failed.
 
-All goes through a small store on the first node. Keys: `here/<node>` counts a node's heartbeats, `reports` the
-nodes that ended badly, `report/<node>` says how, `left` those that have read all reports, `lost` names a node that fell
-silent, `done` counts those whose ranks ended well, `seen` those that know it of all.
+All goes through a small store on the first node. Keys: `name/<node>` is a node's name, `here/<node>` counts its
+heartbeats, `reports` the nodes that ended badly, `report/<node>` says how, `left` those that have read all reports,
+`lost` names a node that fell silent, `done` counts those whose ranks ended well, `seen` those that know it of all.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import datetime
 import threading
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
@@ -23,23 +24,35 @@ _EXCHANGE_S = 5.0  # how long failed nodes wait for each other's reports
 _POLL_S = 0.1
 
 
-class NodeWatch:
-    """One node's view of the others. Use as a context around the time the ranks run."""
+class Place(NamedTuple):
+    """Where a node stands among those that watch each other."""
 
-    def __init__(self, store: Store, node: int, hosts: Sequence[str], silence_s: float) -> None:
+    node: int  # its index
+    num_nodes: int
+    name: str  # for people
+    first: str  # name of the node that keeps the store
+
+
+class NodeWatch:
+    """One node's view of the others. Use as a context around the time the ranks run.
+
+    Each node watches the one after it, so that a sign of life costs the store the same however many nodes there are.
+    """
+
+    def __init__(self, store: Store, place: Place, silence_s: float) -> None:
         """Watch through `store`.
 
         Args:
-            store: of `meet`, which all nodes have entered.
-            node: index of this node.
-            hosts: name of every node, for people.
+            store: the same keys on all nodes, and no keys of an earlier watch in it.
+            place: this node's.
             silence_s: seconds without a sign of life after which a node counts as lost.
         """
-        self._store, self._node, self._hosts, self._silence_s = store, node, hosts, silence_s
+        self._store, self._place, self._silence_s = store, place, silence_s
         self._interval_s = min(1.0, silence_s / 5)
         self._heard_at = time.monotonic()
         self._leaving = threading.Event()
         self.reason: str | None = None  # why this node has to stop
+        self.is_cut_off = False  # whether the store is gone or out of reach: calls to it may not return
 
     def __enter__(self) -> NodeWatch:
         for task in (self._beat, self._judge):
@@ -53,32 +66,40 @@ class NodeWatch:
         """Whether another node failed or fell silent, so that this one's ranks have to end."""
         return self.reason is not None
 
+    def has_ended(self, wait_s: float) -> bool:
+        """Whether this watch is over, after so many seconds at most."""
+        return self._leaving.wait(wait_s) or self.is_stopped()
+
     def finish(self) -> None:
         """This node's ranks ended well: wait until all nodes' did, or `is_stopped`."""
         self._store.add("done", 1)
-        while not self.is_stopped() and self._store.add("done", 0) < len(self._hosts):
+        while not self.is_stopped() and self._store.add("done", 0) < self._place.num_nodes:
             time.sleep(_POLL_S)
         if not self.is_stopped():
             self._leaving.set()
             # The store ends with the first node's process, so that one leaves last.
             self._store.add("seen", 1)
-            self._wait_for("seen", len(self._hosts) if self._node == 0 else 0)
+            self._wait_for("seen", self._place.num_nodes if self._place.node == 0 else 0)
 
     def tell(self, report: str) -> None:
         """Tell the others how this node ended, which ends them too. Does nothing when the first node is gone."""
+        if self.is_cut_off:
+            return
         with contextlib.suppress(DistError):
-            self._store.set(f"report/{self._node}", report)
+            self._store.set(f"report/{self._place.node}", report)
             self._store.add("reports", 1)
 
     def hear(self) -> list[str]:
         """How all nodes ended that told; waits a few seconds for those still ending. Empty when the first is gone."""
+        if self.is_cut_off:
+            return []
         try:
-            self._wait_for("reports", len(self._hosts))
-            nodes = [node for node in range(len(self._hosts)) if self._store.check([f"report/{node}"])]
+            self._wait_for("reports", self._place.num_nodes)
+            nodes = [node for node in range(self._place.num_nodes) if self._store.check([f"report/{node}"])]
             heard = [self._store.get(f"report/{node}").decode() for node in nodes]
             # The store ends with the first node's process, so that one leaves last.
             self._store.add("left", 1)
-            self._wait_for("left", len(self._hosts) if self._node == 0 else 0)
+            self._wait_for("left", self._place.num_nodes if self._place.node == 0 else 0)
             return heard
         except DistError:
             return []
@@ -90,44 +111,46 @@ class NodeWatch:
             time.sleep(_POLL_S)
 
     def _beat(self) -> None:
-        """Show that this node is alive and see whether the others are; the first node watches all."""
-        counts: list[bytes] = []
-        changed_at = [time.monotonic()] * len(self._hosts)
+        """Show that this node is alive, and see whether the next one is."""
+        count, changed_at = -1, time.monotonic()
+        after = (self._place.node + 1) % self._place.num_nodes
         try:
-            while not self._leaving.wait(self._interval_s) and not self.is_stopped():
-                self._store.add(f"here/{self._node}", 1)
+            self._store.set(f"name/{self._place.node}", self._place.name)
+            while not self.has_ended(self._interval_s):
+                self._store.add(f"here/{self._place.node}", 1)
+                before, count = count, self._store.add(f"here/{after}", 0)
+                changed_at = changed_at if count == before else time.monotonic()
                 if self._store.add("reports", 0) > 0:
                     self._stop("another node's ranks failed")
                 elif self._store.check(["lost"]):
                     self._stop(self._store.get("lost").decode())
-                elif self._node == 0 and self._store.add("done", 0) < len(self._hosts):
-                    counts = self._find_lost(counts, changed_at)
+                elif time.monotonic() - changed_at > self._silence_s and self._is_unfinished():
+                    text = f"nothing was heard of host {self._name(after)} for {self._silence_s:g} s"
+                    self._store.set("lost", text)
+                    self._stop(text)
                 self._heard_at = time.monotonic()
         except DistError as error:
-            self._stop(f"the first node, {self._hosts[0]}, is gone: {error}")
+            self._stop(f"the first node, {self._place.first}, is gone: {error}", is_cut_off=True)
 
-    def _find_lost(self, before: Sequence[bytes], changed_at: list[float]) -> list[bytes]:
-        """Compare heartbeats with those seen before; a node without new ones for too long is lost."""
-        counts: list[bytes] = self._store.multi_get([f"here/{node}" for node in range(len(self._hosts))])
-        now = time.monotonic()
-        for node, count in enumerate(counts):
-            if not before or count != before[node]:
-                changed_at[node] = now
-            elif now - changed_at[node] > self._silence_s:
-                text = f"nothing was heard of host {self._hosts[node]} for {self._silence_s:g} s"
-                self._store.set("lost", text)
-                self._stop(text)
-        return counts
+    def _is_unfinished(self) -> bool:
+        """Whether the ranks of any node still run: one that knows of none leaves."""
+        return self._store.add("done", 0) < self._place.num_nodes
+
+    def _name(self, node: int) -> str:
+        key = f"name/{node}"
+        return self._store.get(key).decode() if self._store.check([key]) else f"number {node}"
 
     def _judge(self) -> None:
         """Notice when the store itself does not answer: a call to an unreachable host does not return."""
-        while not self._leaving.wait(self._interval_s) and not self.is_stopped():
+        while not self.has_ended(self._interval_s):
             if time.monotonic() - self._heard_at > self._silence_s:
-                self._stop(f"the first node, {self._hosts[0]}, has not answered for {self._silence_s:g} s")
+                text = f"the first node, {self._place.first}, has not answered for {self._silence_s:g} s"
+                self._stop(text, is_cut_off=True)
 
-    def _stop(self, reason: str) -> None:
+    def _stop(self, reason: str, is_cut_off: bool = False) -> None:
         if not self._leaving.is_set() and self.reason is None:
-            self.reason = reason
+            self.is_cut_off = is_cut_off
+            self.reason = reason  # last: whoever sees it sees the rest
 
 
 def meet(address: str, port: int, run_id: str, node: int, hosts: Sequence[str], limit_s: float) -> Store:

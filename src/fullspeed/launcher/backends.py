@@ -12,7 +12,8 @@ from typing import NamedTuple
 from fullspeed.base.errors import UsageError
 from fullspeed.launcher.order import ENV, NodeOrder
 
-_SSH_FLAGS = ("-x", "-a", "-o", "ConnectTimeout=30", "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")
+SSH_FAILED = 255  # ssh's own code, also when what it started was killed
+_MISSED_BEATS = 3
 _ENTER = 'cd "$0" && exec "$@"'
 _ENTER_VENV = 'cd "$0" && . "$1" && shift && exec "$@"'
 
@@ -24,6 +25,7 @@ class Command(NamedTuple):
     argv: tuple[str, ...]
     env: Mapping[str, str]  # on top of the launching process's
     ends_with_input: bool = False  # whether its nodes end in their own time once its input does
+    code_when_lost: int | None = None  # it is started again after ending so, as long as others run
 
 
 class Task(NamedTuple):
@@ -48,12 +50,18 @@ class Task(NamedTuple):
 
 
 def _ssh(task: Task) -> list[Command]:
-    words = ["ssh", *_SSH_FLAGS, *([] if task.ssh_asks else ["-o", "BatchMode=yes"])]
+    beat_s = max(1, round(task.order.node_timeout_s / _MISSED_BEATS))
+    options = ["ConnectTimeout=30", f"ServerAliveInterval={beat_s}", f"ServerAliveCountMax={_MISSED_BEATS}"]
+    options += [] if task.ssh_asks else ["BatchMode=yes"]
+    words = ["ssh", "-x", "-a", *(word for option in options for word in ("-o", option))]
     words += ["-p", str(task.ssh_port)] if task.ssh_port else []
-    return [
-        Command(host, (*words, *task.extra, host, shlex.join(task.start(str(node), ends_with_stdin=True))), {}, True)
-        for node, host in enumerate(task.order.hosts)
-    ]
+    commands = []
+    for node, host in enumerate(task.order.hosts):
+        argv = (*words, *task.extra, host, shlex.join(task.start(str(node), ends_with_stdin=True)))
+        # The first host keeps an elastic job's meeting place; any other may come back.
+        may_return = task.order.elastic is not None and node > 0
+        commands.append(Command(host, argv, {}, True, SSH_FAILED if may_return else None))
+    return commands
 
 
 def _pdsh(task: Task) -> list[Command]:

@@ -14,7 +14,7 @@ from uuid import uuid4
 from fullspeed.base import env
 from fullspeed.base.errors import UsageError
 from fullspeed.base.log import logger, set_log_level
-from fullspeed.launcher.backends import Task, plan_commands
+from fullspeed.launcher.backends import SSH_FAILED, Task, plan_commands
 from fullspeed.launcher.envfile import exports, read_files
 from fullspeed.launcher.fleet import run_commands
 from fullspeed.launcher.options import DEFAULT_HOSTFILE, LaunchOptions
@@ -25,7 +25,6 @@ from fullspeed.launcher.slots import Wish, choose_slots, read_hostfile
 DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"
 LOCAL = "localhost"
-SSH_FAILED = 255
 Places = dict[str, tuple[int, ...] | int]  # slots to use of each host, or only how many ranks
 
 

@@ -28,7 +28,7 @@ from fullspeed.comm.elastic import (
     interface_towards,
     run_ranks,
 )
-from fullspeed.comm.node_watch import NodeWatch, meet
+from fullspeed.comm.node_watch import NodeWatch, Place, meet
 from fullspeed.comm.rank_agent import END_S, Ending, RankExit
 from fullspeed.launcher.cause import RankEnd, Whereabouts, find_first_cause
 from fullspeed.launcher.cores import share_cores
@@ -110,8 +110,9 @@ def _run_together(order: NodeOrder, node: int, command: Sequence[str], num_ranks
     """All nodes begin and end together: one that fails or falls silent ends the others."""
     place = (order.master_addr, order.master_port, order.run_id)
     store = meet(*place, node, order.hosts, _MEET_S)
-    meeting = Meeting(*place, node, len(order.hosts))
-    with NodeWatch(store, node, order.hosts, order.node_timeout_s) as watch:
+    meeting = Meeting(*place, node, len(order.hosts), order.hosts[node])
+    own_place = Place(node, len(order.hosts), order.hosts[node], order.hosts[0])
+    with NodeWatch(store, own_place, order.node_timeout_s) as watch:
         exits: Sequence[RankExit] = ()
         reason = ""
         try:
@@ -164,14 +165,17 @@ def _run_elastic(order: NodeOrder, node: int, command: Sequence[str], num_ranks:
     """Nodes may come and go: the ranks start anew, with another world size, whenever they do."""
     assert order.elastic is not None
     elastic = Elasticity(order.elastic.min_nodes, _MAX_RESTARTS, order.elastic.wait_s, order.node_timeout_s)
-    meeting = Meeting(order.master_addr, order.master_port, order.run_id, node, order.elastic.max_nodes, elastic)
+    place = (order.master_addr, order.master_port, order.run_id)
+    meeting = Meeting(*place, node, order.elastic.max_nodes, _host_name(order, node), elastic)
     try:
         ending = Ending(lambda: False, lambda: _grace_s(folder))
         run_ranks(command, num_ranks, meeting, folder, _agent_level(order.log_level), ending)
     except RanksInterruptedError as stop:
         return Outcome(128 + stop.signal_number, str(stop))
     except RanksFailedError as failed:
-        return _conclude(NodeReport.of_ranks(platform.node(), "", failed.exits, folder), [])
+        return _conclude(NodeReport.of_ranks(_host_name(order, node), "", failed.exits, folder), [])
+    except CommError as error:
+        return Outcome(1, str(error))
     return Outcome(0, "")
 
 
