@@ -10,6 +10,7 @@ import contextlib
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -47,12 +48,15 @@ class Hosts:
 
     def programs(self, number: int) -> list[str]:
         """Names of the processes that run in a host, but for its ssh server."""
-        pids = subprocess.run(["ip", "netns", "pids", self.spaces[number]], capture_output=True, text=True, check=True)
         found = []
-        for pid in pids.stdout.split():
+        for pid in self._processes(self.spaces[number]):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 found.append(pathlib.Path(f"/proc/{pid}/comm").read_text().strip())
         return [name for name in found if not name.startswith("sshd")]
+
+    def _processes(self, space: str) -> list[int]:
+        listed = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=False)
+        return [int(pid) for pid in listed.stdout.split()]
 
     @contextlib.contextmanager
     def cut_off(self, number: int) -> Iterator[None]:
@@ -81,11 +85,14 @@ class Hosts:
         self._serve()
 
     def end(self) -> None:
-        """End the servers and remove the namespaces."""
+        """End the servers and what a host that was cut off still runs, and remove the namespaces."""
         for server in self.servers:
             server.terminate()
             server.wait(WAIT_S)
         for space in (*self.spaces, self.hub):
+            for pid in self._processes(space):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
 
     def _serve(self) -> None:

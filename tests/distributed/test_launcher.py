@@ -137,6 +137,16 @@ def test_killed_rank_is_reported_by_signal(fullspeed):
     assert "killed by SIGKILL" in ended.err
 
 
+def test_a_killed_rank_of_an_elastic_job_starts_anew_with_the_others(fullspeed, tmp_path):
+    line = "echo $RANK >> starts; test -e killed && exit 0; touch killed; kill -KILL $$"
+    flags = ["--num_gpus", "2", "--elastic_training", "--elastic_wait", "1", "--no_local_rank", "--no_python"]
+    assert fullspeed(*flags, "sh", "-c", line).code == 0
+    assert (tmp_path / "killed").exists()
+    assert (
+        3 <= len((tmp_path / "starts").read_text().split()) <= 4
+    )  # the other rank may have been ended before its line
+
+
 def test_signal_to_the_launcher_ends_the_ranks(fullspeed, tmp_path):
     (tmp_path / "wait.py").write_text(
         "import os, pathlib, signal, time\n"

@@ -90,3 +90,15 @@ def test_a_cut_link_ends_the_job_within_the_time_that_was_set(hosts, tmp_path):
         assert f"nothing was heard of host {hosts.addresses[1]} for {NODE_TIMEOUT_S} s" in ended.output
         assert ended.seconds < NODE_TIMEOUT_S + 30
         wait_until_ended(pids)
+
+
+def test_an_elastic_job_whose_first_host_is_cut_off_ends_on_the_others(hosts, tmp_path):
+    job = Job(hosts, tmp_path, "--elastic_training", "--elastic_wait", "1", "--min_elastic_nodes", "2", *STAND_STILL)
+    pids = job.wait_for_ranks()
+    with hosts.cut_off(0):
+        ended = job.wait()
+        assert ended.code != 0
+        text = f"the first node, {hosts.addresses[0]}, has not answered for {NODE_TIMEOUT_S} s"
+        assert text in ended.output
+        assert ended.seconds < NODE_TIMEOUT_S + 30
+        wait_until_ended(pids)
