@@ -24,6 +24,7 @@ def run(*lines: str, num_needed: int | None = None, **env: str) -> FleetEnd:
 def short_waits(monkeypatch):
     monkeypatch.setattr(fleet, "_AGREE_S", 0.5)
     monkeypatch.setattr(fleet, "_LEAVE_S", 1.0)
+    monkeypatch.setattr(fleet, "_AGAIN_S", 0.2)
 
 
 def test_all_succeed():
@@ -77,6 +78,28 @@ def test_nodes_that_end_with_their_input_may_save_until_a_second_signal(tmp_path
     commands = [Command("host", ("sh", "-c", NODE.format(tmp_path / "told")), {}, True)]
     assert run_commands(commands, dict(os.environ), 1) == FleetEnd(128 + signal.SIGINT, ())
     assert (tmp_path / "told").exists() == ends_by_itself
+
+
+def run_elastic(stays: str, may_return: str, num_needed: int) -> FleetEnd:
+    lost = Command("host1", ("sh", "-c", may_return), {}, code_when_lost=255)
+    return run_commands([Command("host0", ("sh", "-c", stays), {}), lost], dict(os.environ), num_needed)
+
+
+def test_a_lost_command_is_started_again_as_long_as_others_run(tmp_path):
+    starts = tmp_path / "starts"
+    lost_twice = f"echo >> {starts}; test $(wc -l < {starts}) = 3 || exit 255"
+    assert run_elastic(f"until test $(cat {starts} | wc -l) = 3; do sleep 0.05; done", lost_twice, 2) == FleetEnd(0, ())
+    assert run_elastic("sleep 0.3", "exit 255", 1) == FleetEnd(0, ("host1",))
+    assert run_elastic("sleep 0.3", "exit 255", 2) == FleetEnd(255, ("host1",))
+    assert run_elastic("sleep 0.3; exit 4", "exit 255", 1) == FleetEnd(4, ("host0", "host1"))
+
+
+def test_a_command_that_comes_back_when_the_job_is_over_is_ended(tmp_path):
+    came_back = tmp_path / "came back"
+    late = f"test -e '{came_back}' && exec sleep 60; touch '{came_back}'; exit 255"
+    started = time.monotonic()
+    assert run_elastic("sleep 0.8", late, 1) == FleetEnd(0, ("host1",))
+    assert time.monotonic() - started < 20
 
 
 def test_missing_program():
