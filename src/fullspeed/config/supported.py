@@ -79,7 +79,6 @@ MISSING: tuple[Missing, ...] = (
     Missing("sequence_parallel_size", _is_above_one),
     Missing("data_parallel_size", _is_given),
     Missing("use_data_before_expert_parallelism", _is_on),
-    Missing("checkpoint.load_universal", _is_on),
     Missing("checkpoint.parallel_write.pipeline_stage", _is_on),
     Missing("checkpoint.checkpoint_serialization", lambda value: not value),
     Missing("checkpoint.writer", _is_given, REMOVE),

@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fullspeed.base.errors import CheckpointError
 from fullspeed.base.log import log_dist
 from fullspeed.checkpoint.durable import sync_folder, write_file
-from fullspeed.checkpoint.folder import PendingCheckpoint, check_tag, latest_tag, write_latest
+from fullspeed.checkpoint.folder import PendingCheckpoint, check_tag, write_latest
 from fullspeed.checkpoint.manifest import Chunk, FileRecord, Manifest
 from fullspeed.checkpoint.objects import pack
-from fullspeed.checkpoint.reader import CheckpointReader
+from fullspeed.checkpoint.open import default_tag, open_checkpoint
 from fullspeed.checkpoint.rng import restore_rng_state, rng_state
+from fullspeed.checkpoint.saved import COMMON, SavedState, client_file
 from fullspeed.checkpoint.tensor_file import write_tensors
 from fullspeed.comm import get_rank, get_world_size
 from fullspeed.comm.rendezvous import rendezvous, together
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     import torch
 
     from fullspeed.sharding.optimizer import ShardedOptimizer
-
-_COMMON = "common.pt"
 
 
 class _Offer(NamedTuple):
@@ -181,9 +180,9 @@ class Checkpointing(ModuleState):
         values = {} if self.optimizer is None else collector.add_optimizer(self.optimizer)
         contents = {_rank_file(rank): pack({"rng": rng_state(self.device)})}
         if rank == 0:
-            contents[_client_file(0)] = client_state
+            contents[client_file(0)] = client_state
         elif mine.client_state != first.client_state:
-            contents[_client_file(rank)] = client_state
+            contents[client_file(rank)] = client_state
         pending.data.mkdir(parents=True, exist_ok=True)
         files = {
             f"{name}.safetensors": write_tensors(
@@ -206,9 +205,9 @@ class Checkpointing(ModuleState):
             state["loss_scale"] = dict(self.optimizer.loss_scaler.state_dict())
         if hasattr(self.lr_scheduler, "state_dict"):
             state["lr_scheduler"] = self.lr_scheduler.state_dict()
-        record = write_file(pending.data / _COMMON, [pack(state)])
+        record = write_file(pending.data / COMMON, [pack(state)])
         sync_folder(pending.data)
-        return {_COMMON: record}
+        return {COMMON: record}
 
     def _manifest(
         self,
@@ -289,11 +288,12 @@ class Checkpointing(ModuleState):
             )
             return None, None
         with_optimizer = load_optimizer_states and not load_module_only and self.optimizer is not None
-        opened: list[CheckpointReader] = []
+        names = [] if self.optimizer is None else collect.all_group_names(self.optimizer)
+        opened: list[SavedState] = []
         try:
 
             def open_and_check() -> None:
-                opened.append(CheckpointReader(folder, name, rank))
+                opened.append(open_checkpoint(folder, name, rank, names))
                 opened[0].verify(world_size)
 
             together(open_and_check, CheckpointError, group)
@@ -308,8 +308,8 @@ class Checkpointing(ModuleState):
                 CheckpointError,
                 group,
             )
-            own = _client_file(rank)
-            client = reader.objects(own if own in reader.manifest.files else _client_file(0))["client_state"]
+            own = client_file(rank)
+            client = reader.objects(own if own in reader.manifest.files else client_file(0))["client_state"]
         finally:
             for each in opened:
                 each.close()
@@ -325,26 +325,29 @@ class Checkpointing(ModuleState):
         if tags[0] is not None:
             return tags[0]
         # Only rank 0 looks, so that ranks cannot disagree while somebody replaces the file.
-        return together(lambda: latest_tag(folder) if get_rank(group) == 0 else None, CheckpointError, group)[0]
+        universal = self._config.checkpoint.load_universal
+        return together(
+            lambda: default_tag(folder, universal=universal) if get_rank(group) == 0 else None, CheckpointError, group
+        )[0]
 
-    def _check_fit(self, reader: CheckpointReader, tag: str, strict: bool | None, with_optimizer: bool) -> None:
+    def _check_fit(self, reader: SavedState, tag: str, strict: bool | None, with_optimizer: bool) -> None:
         manifest = reader.manifest
         if strict is not None:  # None: the caller's own function loads the weights, and knows what fits
             restore.check_names(manifest, collect.named_state(self.module, self.runtime), tag, strict=strict)
         if not with_optimizer:
             return
         assert self.optimizer is not None
-        restore.check_optimizer(manifest, reader.objects(_COMMON), self.optimizer, tag)
+        restore.check_optimizer(manifest, reader.objects(COMMON), self.optimizer, tag)
 
     def _restore(
         self,
-        reader: CheckpointReader,
+        reader: SavedState,
         with_optimizer: bool,
         with_scheduler: bool,
         module_only: bool,
         custom_load_fn: Callable[..., Any] | None,
     ) -> None:
-        common = reader.objects(_COMMON)
+        common = reader.objects(COMMON)
         state = collect.named_state(self.module, self.runtime)
         use_masters = self._config.zero_optimization.load_from_fp32_weights
         weights = restore.SavedWeights(reader, use_masters=use_masters)
@@ -369,11 +372,13 @@ class Checkpointing(ModuleState):
                 log_dist("the checkpoint has no lr schedule; this engine's stays as it is", level=logging.WARNING)
         self._restore_counters(reader.manifest.counters)
 
-    def _restore_generators(self, reader: CheckpointReader) -> None:
+    def _restore_generators(self, reader: SavedState) -> None:
         saved, now = reader.manifest.world_size, get_world_size(self.data_parallel_group)
-        if saved == now:
-            own = reader.objects(_rank_file(get_rank(self.data_parallel_group)))
-            restore_rng_state(own["rng"], self.device)
+        own = _rank_file(get_rank(self.data_parallel_group))
+        if own not in reader.manifest.files and saved == now:
+            log_dist("the checkpoint has no random generators: they stay as they are")
+        elif saved == now:
+            restore_rng_state(reader.objects(own)["rng"], self.device)
         else:
             log_dist(f"random generators of {_ranks(saved)} do not fit {_ranks(now)}: they stay as they are")
 
@@ -400,8 +405,3 @@ def _ranks(count: int) -> str:
 def _rank_file(rank: int) -> str:
     """File of what only this rank needs again."""
     return f"rank_{rank:05d}.pt"
-
-
-def _client_file(rank: int) -> str:
-    """File of a rank's client state; ranks whose state equals rank 0's have none."""
-    return f"client_{rank:05d}.pt"

@@ -11,6 +11,7 @@ from torch import nn
 
 from fullspeed.base.layout import Piece, Slot
 from fullspeed.checkpoint.manifest import BUFFER, MASTER, OPTIMIZER, PARAM, Chunk, ParamRecord
+from fullspeed.checkpoint.saved import GroupNames
 from fullspeed.checkpoint.tensor_file import dtype_name
 from fullspeed.sharding import placeholder
 from fullspeed.sharding.group import FlatGroup
@@ -188,6 +189,15 @@ def group_names(optimizer: ShardedOptimizer) -> list[list[str]]:
         [runtime.name_of(param) for param in params if param in runtime.slot_of and is_trainable(param, runtime)]
         for params in optimizer.bit16_groups
     ]
+
+
+def all_group_names(optimizer: ShardedOptimizer) -> list[GroupNames]:
+    """The same, with those of frozen parameters."""
+    runtime = optimizer.runtime
+    whole = [
+        [runtime.name_of(param) for param in params if param in runtime.slot_of] for params in optimizer.bit16_groups
+    ]
+    return [GroupNames(names, trained) for names, trained in zip(whole, group_names(optimizer), strict=True)]
 
 
 def extra_states(module: nn.Module) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import nn
 from fullspeed.base.errors import CheckpointError, UsageError
 from fullspeed.base.log import log_dist
 from fullspeed.checkpoint.manifest import BUFFER, MASTER, OPTIMIZER, PARAM, Manifest
-from fullspeed.checkpoint.reader import CheckpointReader
+from fullspeed.checkpoint.saved import SavedState
 from fullspeed.engine.collect import NamedState, group_names, has_separate_master, slot_of
 from fullspeed.sharding.group import FlatGroup
 from fullspeed.sharding.optimizer import ShardedOptimizer
@@ -42,7 +42,7 @@ class SavedWeights:
         use_masters: take masters from saved masters, where there are any, and not from the resident values.
     """
 
-    def __init__(self, reader: CheckpointReader, *, use_masters: bool) -> None:
+    def __init__(self, reader: SavedState, *, use_masters: bool) -> None:
         self._reader, self._use_masters = reader, use_masters
 
     def param(self, fqn: str, start: int, stop: int) -> torch.Tensor | None:
@@ -148,7 +148,7 @@ def adopt_whole_params(runtime: ShardingRuntime) -> None:
 
 
 @torch.no_grad()
-def write_buffers(state: NamedState, reader: CheckpointReader) -> None:
+def write_buffers(state: NamedState, reader: SavedState) -> None:
     """Give every saved buffer its saved value."""
     for fqn, buffer in state.buffers.items():
         if reader.has(BUFFER, fqn):
@@ -162,7 +162,7 @@ def write_extra_states(module: nn.Module, saved: Mapping[str, Any]) -> None:
             inner.set_extra_state(saved[name])
 
 
-def saved_state_dict(reader: CheckpointReader) -> dict[str, torch.Tensor]:
+def saved_state_dict(reader: SavedState) -> dict[str, torch.Tensor]:
     """The saved weights and buffers, whole, under all their names."""
     manifest = reader.manifest
     found = {
@@ -222,7 +222,7 @@ def check_optimizer(manifest: Manifest, common: Mapping[str, Any], optimizer: Sh
     mine, saved = type(optimizer.optimizer).__name__, manifest.optimizer
     if saved is None:
         raise CheckpointError(f"checkpoint {tag!r} was saved without an optimizer, this engine has {mine}; {instead}")
-    if saved != mine:
+    if saved and saved != mine:
         raise CheckpointError(f"checkpoint {tag!r} holds the state of {saved}, this engine has {mine}; {instead}")
     rows, names = common["param_groups"], group_names(optimizer)
     if len(rows) != len(names):
@@ -243,7 +243,7 @@ def check_optimizer(manifest: Manifest, common: Mapping[str, Any], optimizer: Sh
 
 def write_optimizer(
     optimizer: ShardedOptimizer,
-    reader: CheckpointReader,
+    reader: SavedState,
     common: Mapping[str, Any],
 ) -> None:
     """Restore state, hyper-parameters and loss scale.
@@ -276,7 +276,7 @@ def write_optimizer(
         log_dist("the checkpoint has no adaptive loss scale; this engine's starts afresh", level=logging.WARNING)
 
 
-def _entry(reader: CheckpointReader, kind: str, owned: OwnedPiece) -> torch.Tensor:
+def _entry(reader: SavedState, kind: str, owned: OwnedPiece) -> torch.Tensor:
     """One tensor of a piece's state, where it was before: with the values, or in host memory as step counts are."""
     fqn, piece = slot_of(owned).fqn, owned.piece
     chunk = reader.describe(kind, fqn)
