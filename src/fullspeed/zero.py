@@ -5,6 +5,7 @@ The names of `deepspeed.zero`, and of `deepspeed.utils` where they are about sha
 
 from __future__ import annotations
 
+from fullspeed.engine.export import save_weights
 from fullspeed.engine.weights import LoadedWeights, load_weights
 from fullspeed.sharding.access import (
     safe_get_full_fp32_param,
@@ -87,6 +88,7 @@ __all__ = [
     "safe_set_local_fp32_param",
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
+    "save_weights",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name",

@@ -41,11 +41,13 @@ def write_tensors(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> Fi
     return write_file(path, tensor_parts(tensors))
 
 
-def tensor_parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file, a tensor at a time."""
+def tensor_parts(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file, a tensor at a time; `metadata` goes into its header."""
     # Widest first, so that every tensor starts at a multiple of its element's size.
     keys = sorted(tensors, key=lambda key: -tensors[key].element_size())
-    header: dict[str, object] = {}
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for key in keys:
         tensor = tensors[key]

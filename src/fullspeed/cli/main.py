@@ -20,6 +20,7 @@ usage: fullspeed [run] [flags] script.py [words for the script]
        fullspeed config check ds_config.json [--ranks N] [--params P]
        fullspeed plot RUN [-o curves.png]
        fullspeed bench comm [--ranks N] [flags]
+       fullspeed convert COMMAND CHECKPOINT OUTPUT [flags]
 
 commands:
   run      start a script in several ranks (the default); `fullspeed run --help` lists its flags
@@ -29,6 +30,7 @@ commands:
   config   print what a configuration asks for, what of it does nothing, and the memory it needs
   plot     draw the curves that json_monitor or csv_monitor wrote
   bench    measure collectives over sizes, beside the backend's own
+  convert  turn checkpoints, FullSpeed's or DeepSpeed's, into other files
 
 options:
   -h, --help   show this text
@@ -111,6 +113,14 @@ def bench(words: Sequence[str]) -> int:
     return run(words)
 
 
+def convert(words: Sequence[str]) -> int:
+    """Turn a checkpoint into other files."""
+    from fullspeed.cli.convert import describe
+
+    print("\n".join(describe(words)))
+    return 0
+
+
 def elastic(words: Sequence[str]) -> int:
     """Print the sizes of an elastic job."""
     from fullspeed.cli.elastic import describe
@@ -136,6 +146,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "config": config,
     "plot": plot,
     "bench": bench,
+    "convert": convert,
 }
 
 if __name__ == "__main__":

@@ -38,7 +38,12 @@ class Checkpoint(Section):
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(capital)] = Field(
         "Warn", description="What happens when ranks pass different tags."
     )
-    load_universal: bool = Field(False, description="Load the universal format.")
+    layout: Annotated[Literal["fullspeed", "deepspeed"], BeforeValidator(lower)] = Field(
+        "fullspeed", description="Files that are written; deepspeed costs a second write. Every layout is loaded."
+    )
+    load_universal: bool = Field(
+        False, description="By default load the checkpoint that `latest_universal` names, where there is one."
+    )
     use_node_local_storage: bool = Field(False, description="Each node's first rank writes what rank 0 would.")
     parallel_write: ParallelWrite = Field(default_factory=ParallelWrite, description="Who writes what.")
     checkpoint_serialization: bool = Field(True, description="Zip container; false is torch's old format.")

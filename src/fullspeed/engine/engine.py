@@ -19,7 +19,7 @@ from fullspeed.engine import python_gc
 from fullspeed.engine.accessors import ConfigAccessors
 from fullspeed.engine.batches import Batches
 from fullspeed.engine.changes import Changes
-from fullspeed.engine.checkpointing import Checkpointing
+from fullspeed.engine.deepspeed_layout import LayoutCheckpointing
 from fullspeed.engine.inputs import cast_floating
 from fullspeed.engine.save_on_signal import SaveOnSignal
 from fullspeed.engine.watch import Watch
@@ -30,7 +30,7 @@ from fullspeed.sharding.runtime import ShardingRuntime
 from fullspeed.sharding.scopes import uncompiled
 
 
-class Engine(ConfigAccessors, Checkpointing, Batches, Changes, Watched, nn.Module):
+class Engine(ConfigAccessors, LayoutCheckpointing, Batches, Changes, Watched, nn.Module):
     """Wraps a module for training. Made by `fullspeed.initialize`; attributes it lacks are looked up on the module.
 
     One update is `grad_accum_steps` times (forward, backward, step): only the last of these steps changes weights.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +16,16 @@ class Recipe(NamedTuple):
     stage: int
     dtype: str  # fp32, bf16 or fp16
     world_size: int
-    zero: dict[str, Any] = {}  # further keys of the ZeRO section
+    zero: Mapping[str, Any] = MappingProxyType({})  # further keys of the ZeRO section
+    scale_power: int = 8  # of the first loss scale
 
 
+# Without sharding, DeepSpeed 0.19.8 divides fp16 gradients by the loss scale without having multiplied the loss by it;
+# so that run has the scale 1.
 RECIPES = {
     "z0_fp32_w1": Recipe(0, "fp32", 1),
     "z0_bf16_w2": Recipe(0, "bf16", 2),
-    "z0_fp16_w1": Recipe(0, "fp16", 1),
+    "z0_fp16_w1": Recipe(0, "fp16", 1, scale_power=0),
     "z1_fp32_w2": Recipe(1, "fp32", 2),
     "z1_bf16_w1": Recipe(1, "bf16", 1, {"round_robin_gradients": True}),
     "z2_bf16_w2": Recipe(2, "bf16", 2, {"parameter_alignment": True}),
@@ -79,7 +84,7 @@ def config(recipe: Recipe) -> dict[str, Any]:
     if recipe.dtype != "fp32":
         found[recipe.dtype] = {"enabled": True}
     if recipe.dtype == "fp16":
-        found["fp16"] |= {"initial_scale_power": 8, "loss_scale_window": 3}
+        found["fp16"] |= {"initial_scale_power": recipe.scale_power, "loss_scale_window": 3}
     return found
 
 

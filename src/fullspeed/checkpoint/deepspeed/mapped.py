@@ -102,7 +102,7 @@ class MappedState:
             if low < high:
                 assert stored is not None
                 begin = span.offset + low - span.start
-                parts.append(stored.fetch(span.rank).reshape(-1)[begin : begin + high - low])
+                parts.append(stored.fetch(span.rank).detach().reshape(-1)[begin : begin + high - low])
         found = torch.cat(parts) if parts else torch.empty(0)
         if found.numel() != stop - start:
             raise CheckpointError(

@@ -21,34 +21,44 @@ TRUST_VARIABLE = "FULLSPEED_TRUST_CHECKPOINTS"
 class Record:
     """What an object of one of DeepSpeed's classes held; `vars` gives it. It has no behaviour."""
 
+    @classmethod
+    def of(cls, **values: Any) -> Record:
+        """One that holds `values`."""
+        made = cls()
+        vars(made).update(values)
+        return made
+
 
 class Number(int):
     """A member of one of DeepSpeed's enumerations."""
 
 
-class _LossScaler(Record):
-    pass
+class LossScaler(Record):
+    """A loss scale that stays."""
 
 
-class _DynamicLossScaler(Record):
-    pass
+class DynamicLossScaler(Record):
+    """One that adapts."""
 
 
-class _FragmentAddress(Record):
-    pass
+class FragmentAddress(Record):
+    """A stretch of a flat tensor: `numel` and `start`."""
 
 
-class _SubparamShape(Record):
-    pass
+class SubparamShape(Record):
+    """How a fused parameter was split."""
 
 
-_STAND_INS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
-    (_LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
-    (_DynamicLossScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
-    (_FragmentAddress, "deepspeed.utils.tensor_fragment.fragment_address"),
-    (_SubparamShape, "deepspeed.checkpoint.universal_checkpoint.SubparamShape"),
-    (Number, "deepspeed.runtime.zero.config.ZeroStageEnum"),
-]
+NAME_OF: dict[type, str] = {
+    LossScaler: "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    DynamicLossScaler: "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    FragmentAddress: "deepspeed.utils.tensor_fragment.fragment_address",
+    SubparamShape: "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+    Number: "deepspeed.runtime.zero.config.ZeroStageEnum",
+}
+"""Each stand-in, and the class it stands for."""
+
+_STAND_INS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = list(NAME_OF.items())
 
 
 def load(path: pathlib.Path) -> Any:

@@ -1,0 +1,101 @@
+"""`save_checkpoint` in DeepSpeed's layout: a checkpoint of our own first, which each rank then turns into its files.
+
+save_dir/.staging/         our own checkpoint, removed at the end
+save_dir/.TAG.layout/      DeepSpeed's files, renamed to TAG when all are there
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+from fullspeed.base.errors import CheckpointError
+from fullspeed.base.log import log_dist
+from fullspeed.checkpoint.deepspeed.write import DeepSpeedWriter, Target
+from fullspeed.checkpoint.durable import sync_folder
+from fullspeed.checkpoint.folder import available_tags, write_latest
+from fullspeed.checkpoint.open import open_checkpoint
+from fullspeed.comm import get_rank, get_world_size
+from fullspeed.comm.rendezvous import rendezvous, together
+from fullspeed.engine.checkpointing import Checkpointing
+from fullspeed.sharding.placement import placement_of
+
+_STAGING = ".staging"
+
+
+class LayoutCheckpointing(Checkpointing):
+    """Mixin: `save_checkpoint` in the layout that `checkpoint.layout` names."""
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        **how: Any,
+    ) -> bool:
+        """See `Checkpointing.save_checkpoint`; `how` goes to it."""
+        if self._config.checkpoint.layout == "fullspeed":
+            return super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters, **how)
+        group = self.data_parallel_group
+        rank = get_rank(group)
+        rendezvous("save_checkpoint", group)
+        folder = pathlib.Path(save_dir)
+        staging = folder / _STAGING
+        made: list[pathlib.Path] = [staging]  # what to remove at the end
+
+        def convert() -> None:
+            (name,) = available_tags(staging)
+            partial = folder / f".{name}.layout"
+            made.append(partial)
+            partial.mkdir(exist_ok=True)
+            state = open_checkpoint(staging, name, rank)
+            try:
+                DeepSpeedWriter(state, self._target()).write(partial, rank)
+            finally:
+                state.close()
+
+        def put_in_place() -> None:
+            (name,) = available_tags(staging)
+            _replace_folder(folder / f".{name}.layout", folder / name)
+            if save_latest:
+                write_latest(folder, name)
+            log_dist(f"saved checkpoint {folder / name} in DeepSpeed's layout")
+
+        try:
+            together(lambda: shutil.rmtree(staging, ignore_errors=True) if rank == 0 else None, CheckpointError, group)
+            super().save_checkpoint(str(staging), tag, client_state, False, exclude_frozen_parameters, **how)
+            together(convert, CheckpointError, group)
+            together(lambda: put_in_place() if rank == 0 else None, CheckpointError, group)
+        finally:
+            if rank == 0:
+                for leftover in made:
+                    shutil.rmtree(leftover, ignore_errors=True)
+        return True
+
+    def _target(self) -> Target:
+        stage = self._config.zero_optimization.stage
+        placement = placement_of(stage)
+        return Target(
+            stage=stage,
+            world_size=get_world_size(self.data_parallel_group),
+            shards_params=placement.params,
+            shards_optimizer=placement.optim,
+            config=self._config.model_dump(mode="json", exclude_unset=True),
+        )
+
+
+def _replace_folder(fresh: pathlib.Path, final: pathlib.Path) -> None:
+    """Rename a finished folder to its name; one that had the name before is removed after."""
+    sync_folder(fresh)
+    old = final.with_name(f".{final.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        os.rename(final, old)
+    os.rename(fresh, final)
+    sync_folder(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
