@@ -16,8 +16,8 @@ LAYERS = (
     {"sharding", "moe"},
     {"engine", "inference"},
     {"hybrid", "planning", "science"},
-    {"compat"},
     {"fullspeed", "zero", "checkpointing"},  # the facades: src/fullspeed/__init__.py, zero.py, checkpointing.py
+    {"compat"},
     {"cli"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -1,0 +1,173 @@
+"""Optimizers under DeepSpeed's class names and arguments; the algorithms are torch's and `fullspeed.optim`'s."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from fullspeed.base.errors import UsageError
+from fullspeed.optim.factory import declare_elementwise, is_shardable
+from fullspeed.optim.lamb import Lamb
+from fullspeed.optim.lion import Lion
+from fullspeed.optim.uncorrected_adam import UncorrectedAdam
+
+
+@declare_elementwise
+class FusedAdam(torch.optim.Adam):
+    """Adam with decoupled weight decay unless `adam_w_mode` is false; `bias_correction=False` makes UncorrectedAdam."""
+
+    def __new__(cls, params: ParamsT, *args: Any, **kwargs: Any) -> Any:
+        """Another class's object where moments are not corrected; `__init__` is not called for that."""
+        bias_correction = kwargs.get("bias_correction", args[1] if len(args) > 1 else True)
+        return super().__new__(cls) if bias_correction else _uncorrected(params, *args, **kwargs)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        del bias_correction, set_grad_none
+        _refuse_amsgrad(amsgrad)
+        super().__init__(params, lr, tuple(betas), eps, weight_decay, decoupled_weight_decay=adam_w_mode)
+
+
+@declare_elementwise
+class DeepSpeedCPUAdam(torch.optim.Adam):
+    """The same with the argument order of the optimizer for host memory; there is nothing special about it here."""
+
+    def __new__(cls, model_params: ParamsT, *args: Any, **kwargs: Any) -> Any:
+        """As for FusedAdam."""
+        bias_correction = kwargs.pop("bias_correction", args[1] if len(args) > 1 else True)
+        if bias_correction:
+            return super().__new__(cls)
+        decoupled = kwargs.pop("adamw_mode", True)
+        kwargs.pop("fp32_optimizer_states", None)
+        return _uncorrected(model_params, *args, adam_w_mode=decoupled, **kwargs)
+
+    def __init__(
+        self,
+        model_params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        del bias_correction, fp32_optimizer_states
+        _refuse_amsgrad(amsgrad)
+        super().__init__(model_params, lr, tuple(betas), eps, weight_decay, decoupled_weight_decay=adamw_mode)
+
+
+@declare_elementwise
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+    """Adagrad. `adamw_mode` is accepted: Accelerate passes it to every optimizer."""
+
+    def __init__(
+        self,
+        model_params: ParamsT,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+        adamw_mode: bool = True,
+    ) -> None:
+        del fp32_optimizer_states, adamw_mode
+        _refuse_amsgrad(amsgrad)
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+
+
+@declare_elementwise
+class DeepSpeedCPULion(Lion):
+    """Lion. `adamw_mode` is accepted: Accelerate passes it to every optimizer."""
+
+    def __init__(
+        self,
+        model_params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+        adamw_mode: bool = True,
+    ) -> None:
+        del fp32_optimizer_states, adamw_mode
+        super().__init__(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+@declare_elementwise
+class FusedLion(Lion):
+    """Lion."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        del set_grad_none
+        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+class FusedLamb(Lamb):
+    """LAMB. Gradients are clipped by the engine: `max_grad_norm` must stay 0."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
+        _refuse_amsgrad(amsgrad)
+        if max_grad_norm:
+            raise UsageError(f"max_grad_norm is {max_grad_norm}; set gradient_clipping in the configuration instead")
+        super().__init__(
+            params, lr, bias_correction, betas, eps, eps_inside_sqrt, weight_decay, max_coeff, min_coeff
+        )
+
+
+def is_zero_supported_optimizer(optimizer: Optimizer) -> bool:
+    """Whether the optimizer is known to be right on shards."""
+    return is_shardable(optimizer)
+
+
+def _uncorrected(
+    params: ParamsT,
+    lr: float = 1e-3,
+    bias_correction: bool = False,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    adam_w_mode: bool = True,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    set_grad_none: bool = True,
+) -> UncorrectedAdam:
+    del bias_correction, set_grad_none
+    _refuse_amsgrad(amsgrad)
+    return UncorrectedAdam(params, lr, betas, eps, weight_decay, decoupled_weight_decay=adam_w_mode)
+
+
+def _refuse_amsgrad(amsgrad: bool) -> None:
+    if amsgrad:
+        raise UsageError("amsgrad is true; these optimizers have no such variant: use torch.optim.Adam(amsgrad=True)")
