@@ -12,9 +12,10 @@ from tests.ranks import ranks
 
 def steps(hf: Any, plugin: Any, *, resume_from: pathlib.Path | None = None, save_to: pathlib.Path | None = None) -> Any:
     """Eight micro-batches, two to a step, saved after the fourth; or the last four, resumed."""
-    from accelerate import Accelerator
+    from accelerate import Accelerator, PartialState
 
     hf.forget_accelerate()
+    PartialState(cpu=True)  # without it Accelerate takes a CPU with a plugin for a world of one
     accelerator = Accelerator(cpu=plugin is None, gradient_accumulation_steps=2, deepspeed_plugin=plugin)
     model = hf.tiny_llama(seed=0 if resume_from is None else 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)

@@ -59,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(words: Sequence[str]) -> int:
     """Start a script; returns its exit code, after showing the first cause when it failed."""
     options = parse(words)
+    if options.as_deepspeed:
+        from fullspeed.compat import activate_children
+
+        activate_children()
     from fullspeed.launcher.launch import launch
 
     exit_code, cause = launch(options)

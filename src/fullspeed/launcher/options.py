@@ -34,6 +34,7 @@ class LaunchOptions(NamedTuple):
     module: bool
     no_python: bool
     no_local_rank: bool
+    as_deepspeed: bool  # scripts that import deepspeed get FullSpeed
     save_pid: bool
     each_rank_log: str | None
     bind_cores: str | None  # a list such as 0-3,8; "" for all cores; None: do not bind
@@ -111,6 +112,7 @@ def _add_script_flags(group: argparse._ArgumentGroup) -> None:
     add("--module", action="store_true", help="the script is a module name, as for python -m")
     add("--no_python", action="store_true", help="the script is a program of its own")
     add("--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script")
+    add("--as-deepspeed", "--as_deepspeed", action="store_true", help="`import deepspeed` in the script gives FullSpeed")
     add("--save_pid", action="store_true", help="write the launcher's process id to <tmp>/<pid>.deepspeed")
     add("--enable_each_rank_log", metavar="DIR", help="write each rank's output to DIR/<time>_rank<r>.log")
     add("--log_level", default="info", choices=list(LEVELS), help="least level of messages to show")
@@ -144,6 +146,7 @@ def parse(words: Sequence[str]) -> LaunchOptions:
         module=given.module,
         no_python=given.no_python,
         no_local_rank=given.no_local_rank,
+        as_deepspeed=given.as_deepspeed,
         save_pid=given.save_pid,
         each_rank_log=given.enable_each_rank_log,
         bind_cores=(given.bind_core_list or "") if is_bound else None,

@@ -1,0 +1,113 @@
+"""Optimizers, tensors and configurations under DeepSpeed's names and arguments."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+import torch
+
+from fullspeed.base.errors import ConfigError, UsageError
+from fullspeed.compat import constants, factories, groups, optimizers, tensors
+from fullspeed.compat.config import DeepSpeedConfig
+from fullspeed.optim.factory import is_shardable
+from fullspeed.optim.lion import Lion
+from fullspeed.optim.uncorrected_adam import UncorrectedAdam
+
+
+def stepped(make, num_steps=3):
+    """A parameter after some steps with fixed gradients."""
+    torch.manual_seed(0)
+    param = torch.nn.Parameter(torch.randn(5))
+    optimizer = make([param])
+    assert is_shardable(optimizer)
+    for _ in range(num_steps):
+        param.grad = torch.randn(5)
+        optimizer.step()
+    return param.detach()
+
+
+ADAM = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("ours", "expected"),
+    [
+        (lambda p: optimizers.FusedAdam(p, **ADAM), lambda p: torch.optim.AdamW(p, **ADAM)),
+        (lambda p: optimizers.FusedAdam(p, **ADAM, adam_w_mode=False), lambda p: torch.optim.Adam(p, **ADAM)),
+        (
+            lambda p: optimizers.FusedAdam(p, **ADAM, bias_correction=False),
+            lambda p: UncorrectedAdam(p, **ADAM, decoupled_weight_decay=True),
+        ),
+        (lambda p: optimizers.DeepSpeedCPUAdam(p, **ADAM), lambda p: torch.optim.AdamW(p, **ADAM)),
+        (lambda p: optimizers.DeepSpeedCPUAdam(p, **ADAM, adamw_mode=False), lambda p: torch.optim.Adam(p, **ADAM)),
+        (
+            lambda p: optimizers.DeepSpeedCPUAdam(p, 0.1, False, (0.8, 0.9), 1e-6, adamw_mode=False),
+            lambda p: UncorrectedAdam(p, 0.1, (0.8, 0.9), 1e-6),
+        ),
+        (
+            lambda p: optimizers.DeepSpeedCPUAdagrad(p, lr=0.1, adamw_mode=True),
+            lambda p: torch.optim.Adagrad(p, lr=0.1),
+        ),
+        (lambda p: optimizers.DeepSpeedCPULion(p, lr=0.1, adamw_mode=True), lambda p: Lion(p, lr=0.1)),
+        (lambda p: optimizers.FusedLion(p, lr=0.1), lambda p: Lion(p, lr=0.1)),
+    ],
+)
+def test_optimizers_step_as_what_they_stand_for(ours, expected):
+    assert torch.equal(stepped(ours), stepped(expected))
+
+
+def test_lamb_and_refusals():
+    assert stepped(lambda p: optimizers.FusedLamb(p, lr=0.1)).isfinite().all()
+    with pytest.raises(UsageError, match="gradient_clipping"):
+        optimizers.FusedLamb([torch.nn.Parameter(torch.ones(1))], max_grad_norm=1.0)
+    with pytest.raises(UsageError, match="amsgrad"):
+        optimizers.FusedAdam([torch.nn.Parameter(torch.ones(1))], amsgrad=True)
+
+
+def test_copies_for_saving_keep_containers_and_no_more_memory_than_they_need():
+    flat = torch.arange(1000.0)
+    Point = collections.namedtuple("Point", "x y")  # noqa: PYI024
+    item = collections.OrderedDict(a=flat[3:5], b=[Point(flat[:1], 2)])
+    copied = tensors.clone_tensors_for_torch_save(item)
+    assert type(copied) is collections.OrderedDict
+    assert type(copied["b"][0]) is Point
+    assert copied["a"].tolist() == [3.0, 4.0]
+    assert copied["a"].untyped_storage().nbytes() == 8
+    assert copied["b"][0].y == 2
+    moved = tensors.move_to_device([flat, flat[:1]], "meta", lambda tensor: tensor.numel() == 1)
+    assert [tensor.device.type for tensor in moved] == ["cpu", "meta"]
+
+
+def test_small_functions():
+    param = torch.nn.Parameter(torch.zeros(2))
+    param.grad = torch.tensor([3.0, 4.0])
+    assert tensors.clip_grad_norm_([param], 1.0) == 5
+    assert param.grad.norm() == pytest.approx(1.0, abs=1e-5)
+    assert tensors.get_global_norm([3, 4]) == 5
+    assert tensors.get_only_unique_item([2, 2]) == 2
+    with pytest.raises(UsageError, match="got 2"):
+        tensors.get_only_unique_item([1, 2])
+    assert constants.required_torch_version(min_version=2.0)
+    assert not constants.required_torch_version(max_version=1.13)
+    assert constants.instrument_w_nvtx(lambda x: x + 1)(1) == 2
+    assert groups._get_sequence_parallel_world_size() == 1
+    with pytest.raises(UsageError, match="ep_size is 2"):
+        groups.initialize(ep_size=2)
+
+
+def test_factories_narrow_only_what_has_no_dtype():
+    make = factories.zero_wrapper_for_fp_tensor_constructor(torch.ones, torch.bfloat16, torch.device("cpu"))
+    assert make(2).dtype == torch.bfloat16
+    assert make(2, dtype=torch.float64).dtype == torch.float64
+    assert factories._orig_torch_arange is torch.arange
+
+
+def test_a_configuration_is_an_object():
+    config = DeepSpeedConfig({"train_batch_size": 8, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}})
+    assert config.train_micro_batch_size_per_gpu == 4
+    assert config.zero_optimization_stage == 2
+    assert config.zero_enabled
+    assert config.gradient_clipping == 0.0
+    with pytest.raises(ConfigError, match="gradient_clipping"):
+        DeepSpeedConfig({"train_batch_size": 8, "gradient_clipp1ng": 1})
