@@ -12,6 +12,7 @@ that are never trained on.
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from source_text import load_source_text
 from torch.utils.data import Dataset
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -68,8 +70,11 @@ def model_folder() -> str:
 def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The chat model, widened to fp32, and its tokenizer."""
     folder = model_folder()
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
-    return model, AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
+    widened = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
+    # Transformers takes a model read from GGUF for a quantized one, which its Trainer refuses: so a plain one.
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, gguf_file=GGUF), dtype=torch.float32)
+    model.load_state_dict(widened.state_dict())
+    return model.eval(), AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
 
 
 def text_of(sides: torch.Tensor, num_bytes: int) -> str:
@@ -118,6 +123,7 @@ def main() -> None:
     options = parser.parse_args()
 
     base, tokenizer = load()
+    original = copy.deepcopy(base)
     before = sample(base, tokenizer, options.sample_tokens)
     torch.manual_seed(0)
     lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -130,7 +136,7 @@ def main() -> None:
     trainer.model_wrapped.destroy()
     if not is_first:
         return
-    adapted = PeftModel.from_pretrained(load()[0], options.output_dir)
+    adapted = PeftModel.from_pretrained(original, options.output_dir)
     losses = {}
     for name, turned_off in (("adapters read back", False), ("without them", True)):
         with adapted.disable_adapter() if turned_off else torch.no_grad():

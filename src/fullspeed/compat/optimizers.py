@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
@@ -11,17 +9,11 @@ from fullspeed.base.errors import UsageError
 from fullspeed.optim.factory import declare_elementwise, is_shardable
 from fullspeed.optim.lamb import Lamb
 from fullspeed.optim.lion import Lion
-from fullspeed.optim.uncorrected_adam import UncorrectedAdam
 
 
 @declare_elementwise
 class FusedAdam(torch.optim.Adam):
-    """Adam with decoupled weight decay unless `adam_w_mode` is false; `bias_correction=False` makes UncorrectedAdam."""
-
-    def __new__(cls, params: ParamsT, *args: Any, **kwargs: Any) -> Any:
-        """Another class's object where moments are not corrected; `__init__` is not called for that."""
-        bias_correction = kwargs.get("bias_correction", args[1] if len(args) > 1 else True)
-        return super().__new__(cls) if bias_correction else _uncorrected(params, *args, **kwargs)
+    """Adam, with decoupled weight decay unless `adam_w_mode` is false."""
 
     def __init__(
         self,
@@ -35,23 +27,15 @@ class FusedAdam(torch.optim.Adam):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        del bias_correction, set_grad_none
+        del set_grad_none
         _refuse_amsgrad(amsgrad)
-        super().__init__(params, lr, tuple(betas), eps, weight_decay, decoupled_weight_decay=adam_w_mode)
+        _require_correction(bias_correction)
+        super().__init__(params, lr, betas, eps, weight_decay, decoupled_weight_decay=adam_w_mode)
 
 
 @declare_elementwise
 class DeepSpeedCPUAdam(torch.optim.Adam):
     """The same with the argument order of the optimizer for host memory; there is nothing special about it here."""
-
-    def __new__(cls, model_params: ParamsT, *args: Any, **kwargs: Any) -> Any:
-        """As for FusedAdam."""
-        bias_correction = kwargs.pop("bias_correction", args[1] if len(args) > 1 else True)
-        if bias_correction:
-            return super().__new__(cls)
-        decoupled = kwargs.pop("adamw_mode", True)
-        kwargs.pop("fp32_optimizer_states", None)
-        return _uncorrected(model_params, *args, adam_w_mode=decoupled, **kwargs)
 
     def __init__(
         self,
@@ -65,9 +49,10 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        del bias_correction, fp32_optimizer_states
+        del fp32_optimizer_states
         _refuse_amsgrad(amsgrad)
-        super().__init__(model_params, lr, tuple(betas), eps, weight_decay, decoupled_weight_decay=adamw_mode)
+        _require_correction(bias_correction)
+        super().__init__(model_params, lr, betas, eps, weight_decay, decoupled_weight_decay=adamw_mode)
 
 
 @declare_elementwise
@@ -142,9 +127,7 @@ class FusedLamb(Lamb):
         _refuse_amsgrad(amsgrad)
         if max_grad_norm:
             raise UsageError(f"max_grad_norm is {max_grad_norm}; set gradient_clipping in the configuration instead")
-        super().__init__(
-            params, lr, bias_correction, betas, eps, eps_inside_sqrt, weight_decay, max_coeff, min_coeff
-        )
+        super().__init__(params, lr, bias_correction, betas, eps, eps_inside_sqrt, weight_decay, max_coeff, min_coeff)
 
 
 def is_zero_supported_optimizer(optimizer: Optimizer) -> bool:
@@ -152,22 +135,13 @@ def is_zero_supported_optimizer(optimizer: Optimizer) -> bool:
     return is_shardable(optimizer)
 
 
-def _uncorrected(
-    params: ParamsT,
-    lr: float = 1e-3,
-    bias_correction: bool = False,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    adam_w_mode: bool = True,
-    weight_decay: float = 0.0,
-    amsgrad: bool = False,
-    set_grad_none: bool = True,
-) -> UncorrectedAdam:
-    del bias_correction, set_grad_none
-    _refuse_amsgrad(amsgrad)
-    return UncorrectedAdam(params, lr, betas, eps, weight_decay, decoupled_weight_decay=adam_w_mode)
-
-
 def _refuse_amsgrad(amsgrad: bool) -> None:
     if amsgrad:
         raise UsageError("amsgrad is true; these optimizers have no such variant: use torch.optim.Adam(amsgrad=True)")
+
+
+def _require_correction(bias_correction: bool) -> None:
+    if not bias_correction:
+        raise UsageError(
+            "bias_correction is false; name the optimizer in the configuration instead, with bias_correction: false"
+        )

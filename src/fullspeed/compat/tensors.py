@@ -59,10 +59,10 @@ def get_global_norm(norm_list: Iterable[float]) -> float:
 def clip_grad_norm_(
     parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2, mpu: Any = None
 ) -> torch.Tensor:
-    """Scale gradients down to a global norm, which is returned as it was before. For ranks that hold different weights
-    `mpu.get_model_parallel_group()` names those whose norms add up.
+    """Scale gradients down to a global norm; returns what it was before.
 
-    Gradients of an engine are not in `param.grad`: there, set `gradient_clipping` in the configuration.
+    `mpu.get_model_parallel_group()` names the ranks whose norms add up. Gradients of an engine are not in `param.grad`:
+    there, set `gradient_clipping` in the configuration.
     """
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     grads = [param.grad for param in params if param.grad is not None]
@@ -94,7 +94,7 @@ def set_random_seed(seed: int) -> None:
     import numpy as np
 
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - the global generator is what callers mean
+    np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 

@@ -112,7 +112,9 @@ def _add_script_flags(group: argparse._ArgumentGroup) -> None:
     add("--module", action="store_true", help="the script is a module name, as for python -m")
     add("--no_python", action="store_true", help="the script is a program of its own")
     add("--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script")
-    add("--as-deepspeed", "--as_deepspeed", action="store_true", help="`import deepspeed` in the script gives FullSpeed")
+    add(
+        "--as-deepspeed", "--as_deepspeed", action="store_true", help="`import deepspeed` in the script gives FullSpeed"
+    )
     add("--save_pid", action="store_true", help="write the launcher's process id to <tmp>/<pid>.deepspeed")
     add("--enable_each_rank_log", metavar="DIR", help="write each rank's output to DIR/<time>_rank<r>.log")
     add("--log_level", default="info", choices=list(LEVELS), help="least level of messages to show")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from fullspeed.compat import constants, factories, groups, optimizers, tensors
 from fullspeed.compat.config import DeepSpeedConfig
 from fullspeed.optim.factory import is_shardable
 from fullspeed.optim.lion import Lion
-from fullspeed.optim.uncorrected_adam import UncorrectedAdam
 
 
 def stepped(make, num_steps=3):
@@ -35,16 +35,8 @@ ADAM = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
     [
         (lambda p: optimizers.FusedAdam(p, **ADAM), lambda p: torch.optim.AdamW(p, **ADAM)),
         (lambda p: optimizers.FusedAdam(p, **ADAM, adam_w_mode=False), lambda p: torch.optim.Adam(p, **ADAM)),
-        (
-            lambda p: optimizers.FusedAdam(p, **ADAM, bias_correction=False),
-            lambda p: UncorrectedAdam(p, **ADAM, decoupled_weight_decay=True),
-        ),
         (lambda p: optimizers.DeepSpeedCPUAdam(p, **ADAM), lambda p: torch.optim.AdamW(p, **ADAM)),
         (lambda p: optimizers.DeepSpeedCPUAdam(p, **ADAM, adamw_mode=False), lambda p: torch.optim.Adam(p, **ADAM)),
-        (
-            lambda p: optimizers.DeepSpeedCPUAdam(p, 0.1, False, (0.8, 0.9), 1e-6, adamw_mode=False),
-            lambda p: UncorrectedAdam(p, 0.1, (0.8, 0.9), 1e-6),
-        ),
         (
             lambda p: optimizers.DeepSpeedCPUAdagrad(p, lr=0.1, adamw_mode=True),
             lambda p: torch.optim.Adagrad(p, lr=0.1),
@@ -61,13 +53,15 @@ def test_lamb_and_refusals():
     assert stepped(lambda p: optimizers.FusedLamb(p, lr=0.1)).isfinite().all()
     with pytest.raises(UsageError, match="gradient_clipping"):
         optimizers.FusedLamb([torch.nn.Parameter(torch.ones(1))], max_grad_norm=1.0)
+    with pytest.raises(UsageError, match="in the configuration instead"):
+        optimizers.DeepSpeedCPUAdam([torch.nn.Parameter(torch.ones(1))], bias_correction=False)
     with pytest.raises(UsageError, match="amsgrad"):
         optimizers.FusedAdam([torch.nn.Parameter(torch.ones(1))], amsgrad=True)
 
 
 def test_copies_for_saving_keep_containers_and_no_more_memory_than_they_need():
     flat = torch.arange(1000.0)
-    Point = collections.namedtuple("Point", "x y")  # noqa: PYI024
+    Point = collections.namedtuple("Point", "x y")
     item = collections.OrderedDict(a=flat[3:5], b=[Point(flat[:1], 2)])
     copied = tensors.clone_tensors_for_torch_save(item)
     assert type(copied) is collections.OrderedDict
@@ -77,6 +71,12 @@ def test_copies_for_saving_keep_containers_and_no_more_memory_than_they_need():
     assert copied["b"][0].y == 2
     moved = tensors.move_to_device([flat, flat[:1]], "meta", lambda tensor: tensor.numel() == 1)
     assert [tensor.device.type for tensor in moved] == ["cpu", "meta"]
+
+
+def test_optimizers_can_be_copied():
+    param = torch.nn.Parameter(torch.ones(2))
+    copied = copy.deepcopy(optimizers.FusedAdam([param], lr=0.5))
+    assert copied.param_groups[0]["lr"] == 0.5
 
 
 def test_small_functions():
@@ -104,7 +104,9 @@ def test_factories_narrow_only_what_has_no_dtype():
 
 
 def test_a_configuration_is_an_object():
-    config = DeepSpeedConfig({"train_batch_size": 8, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}})
+    config = DeepSpeedConfig(
+        {"train_batch_size": 8, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}
+    )
     assert config.train_micro_batch_size_per_gpu == 4
     assert config.zero_optimization_stage == 2
     assert config.zero_enabled
