@@ -22,6 +22,7 @@ COMMON = (
     "-std=c++17", "-O2", "-ftree-vectorize", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas",
 )  # fmt: skip
 ARITHMETIC = ("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
+PER_SET = ("update.cpp", "quantize.cpp")  # compiled for each instruction set
 X86_SETS = {"avx2": "x86-64-v3", "avx512": "x86-64-v4"}
 IS_MAC = sys.platform == "darwin"
 
@@ -37,14 +38,15 @@ class Unit(NamedTuple):
 def units() -> list[Unit]:
     """What the library is made of, slowest to compile first."""
     sets = X86_SETS if platform.machine().lower() in ("x86_64", "amd64") else {"baseline": None}
-    updates = [
-        Unit("update.cpp", name, (*ARITHMETIC, f"-DINSTRUCTION_SET={name}", *([f"-march={arch}"] if arch else [])))
+    arithmetic = [
+        Unit(source, name, (*ARITHMETIC, f"-DINSTRUCTION_SET={name}", *([f"-march={arch}"] if arch else [])))
+        for source in PER_SET
         for name, arch in sets.items()
     ]
-    skipped = {"update.cpp"} if sys.platform == "linux" else {"update.cpp", "file_io.cpp", "io_uring.cpp"}
+    skipped = set(PER_SET) if sys.platform == "linux" else {*PER_SET, "file_io.cpp", "io_uring.cpp"}
     others = sorted(path.name for path in SOURCES.glob("*.cpp") if path.name not in skipped)
     openmp = () if IS_MAC else ("-fopenmp",)
-    return updates + [Unit(source, "common", openmp) for source in others]
+    return arithmetic + [Unit(source, "common", openmp) for source in others]
 
 
 class BuildNative(build_ext):

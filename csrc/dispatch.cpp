@@ -2,29 +2,33 @@
 #include <algorithm>
 #include <vector>
 
+#include "quantize.h"
 #include "update.h"
 
 namespace {
 
-using Find = RangeFunction (*)(const Update &how);
-
 struct InstructionSet {
     const char *name;
-    Find find;
+    RangeFunction (*find)(const Update &how);
+    QuantizeBlocks (*find_quantize)(const Blocks &form);
+    SumBlocks (*find_sum)(const Blocks &form);
 };
+
+#define FS_SET(name) \
+    { #name, name::find_range_function, name::find_quantize_function, name::find_sum_function }
 
 std::vector<InstructionSet> available() {
     std::vector<InstructionSet> sets;
 #ifdef __x86_64__
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-        sets.push_back({"avx2", avx2::find_range_function});
+        sets.push_back(FS_SET(avx2));
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
             __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
             __builtin_cpu_supports("avx512vl"))
-            sets.push_back({"avx512", avx512::find_range_function});
+            sets.push_back(FS_SET(avx512));
     }
 #else
-    sets.push_back({"baseline", baseline::find_range_function});
+    sets.push_back(FS_SET(baseline));
 #endif
     return sets;
 }
@@ -50,6 +54,17 @@ std::vector<Chunk> cut(const Tensor *tensors, int64_t count) {
     return chunks;
 }
 
+// Calls `work(begin, end)` for stretches of blocks.
+template <class Work> void for_blocks(const Blocks &form, int32_t num_threads, const Work &work) {
+    const int64_t num_blocks = (form.numel + form.block - 1) / form.block;
+    const int64_t stretch = std::max<int64_t>(1, CHUNK_NUMEL / form.block);
+    const int64_t num_stretches = (num_blocks + stretch - 1) / stretch;
+    const int team = num_stretches <= 1 ? 1 : std::max(1, num_threads);
+    (void)team;
+#pragma omp parallel for schedule(dynamic) num_threads(team) if (team > 1)
+    for (int64_t i = 0; i < num_stretches; i++) work(i * stretch, std::min((i + 1) * stretch, num_blocks));
+}
+
 }  // namespace
 
 int32_t fs_abi_version() { return ABI_VERSION; }
@@ -69,5 +84,22 @@ int32_t fs_update(const Update *how, const Tensor *tensors, int64_t count, int32
     (void)team;
 #pragma omp parallel for schedule(dynamic) num_threads(team) if (team > 1)
     for (int64_t i = 0; i < num_chunks; i++) update(*how, *chunks[size_t(i)].tensor, chunks[size_t(i)].begin, chunks[size_t(i)].end);
+    return 0;
+}
+
+int32_t fs_quantize(const Blocks *form, const void *values, uint8_t *codes, float *scales, int32_t num_threads,
+                    int32_t set) {
+    const QuantizeBlocks quantize = sets()[size_t(set)].find_quantize(*form);
+    if (!quantize) return -1;
+    for_blocks(*form, num_threads,
+               [&](int64_t begin, int64_t end) { quantize(*form, values, codes, scales, begin, end); });
+    return 0;
+}
+
+int32_t fs_dequantize_sum(const Blocks *form, const Message *messages, int64_t count, void *out, int32_t num_threads,
+                          int32_t set) {
+    const SumBlocks sum = sets()[size_t(set)].find_sum(*form);
+    if (!sum) return -1;
+    for_blocks(*form, num_threads, [&](int64_t begin, int64_t end) { sum(*form, messages, count, out, begin, end); });
     return 0;
 }

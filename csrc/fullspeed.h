@@ -7,7 +7,7 @@
 
 #define FS_API extern "C" __attribute__((visibility("default")))
 
-constexpr int32_t ABI_VERSION = 2;
+constexpr int32_t ABI_VERSION = 3;
 
 // Element types of a tensor; `none` stands for a tensor that is absent.
 enum Dtype : int32_t { none = 0, float32 = 1, bfloat16 = 2, float16 = 3 };
@@ -46,6 +46,25 @@ FS_API const char *fs_instruction_set(int32_t index);
 
 // Updates tensors in one pass with up to `num_threads` threads. Returns 0, or -1 for dtypes it has no code for.
 FS_API int32_t fs_update(const Update *how, const Tensor *tensors, int64_t count, int32_t num_threads, int32_t set);
+
+// How a row of values is quantised: `block` values, an even number, share a scale.
+struct Blocks {
+    Dtype values;
+    int32_t bits;  // 8 or 4
+    int64_t block, numel;
+};
+
+// The parts of one quantised row.
+struct Message {
+    const uint8_t *codes;
+    const float *scales;
+};
+
+// Both with up to `num_threads` threads. Return 0, or -1 for dtypes they have no code for.
+FS_API int32_t fs_quantize(const Blocks *form, const void *values, uint8_t *codes, float *scales, int32_t num_threads,
+                           int32_t set);
+FS_API int32_t fs_dequantize_sum(const Blocks *form, const Message *messages, int64_t count, void *out,
+                                 int32_t num_threads, int32_t set);
 
 // Moves bytes between memory and open files, in the background: transfers are cut into blocks, of which `depth` are
 // under way at once. Linux only.

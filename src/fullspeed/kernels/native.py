@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 """Of the interface below; a library with another one was built from other sources."""
 PATH = pathlib.Path(__file__).with_name("_native.so")
 
@@ -41,6 +41,20 @@ class UpdateStruct(ctypes.Structure):
     )  # fmt: skip
 
 
+class BlocksStruct(ctypes.Structure):
+    """How a row of values is quantised: `Blocks` of the library."""
+
+    _fields_ = (
+        ("values", ctypes.c_int32), ("bits", ctypes.c_int32), ("block", ctypes.c_int64), ("numel", ctypes.c_int64),
+    )  # fmt: skip
+
+
+class MessageStruct(ctypes.Structure):
+    """The parts of one quantised row: `Message` of the library."""
+
+    _fields_ = (("codes", ctypes.c_void_p), ("scales", ctypes.c_void_p))
+
+
 class Native(NamedTuple):
     """The library, and what it can use of this processor."""
 
@@ -63,6 +77,11 @@ def load() -> Native | str:
     functions.fs_instruction_set.restype = ctypes.c_char_p
     functions.fs_update.argtypes = (
         ctypes.POINTER(UpdateStruct), ctypes.POINTER(TensorStruct), ctypes.c_int64, ctypes.c_int32, ctypes.c_int32,
+    )  # fmt: skip
+    blocks, address, int32 = ctypes.POINTER(BlocksStruct), ctypes.c_void_p, ctypes.c_int32
+    functions.fs_quantize.argtypes = (blocks, address, address, address, int32, int32)
+    functions.fs_dequantize_sum.argtypes = (
+        blocks, ctypes.POINTER(MessageStruct), ctypes.c_int64, address, int32, int32,
     )  # fmt: skip
     if sys.platform == "linux":
         _declare_file_io(functions)

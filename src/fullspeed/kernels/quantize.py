@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from fullspeed.kernels.format import BlockFormat
+from fullspeed.kernels.native import needs_native
 from fullspeed.kernels.registry import Implementation, Op, needs_triton, runs_anywhere
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,6 +25,7 @@ def _op(name: str) -> Op[Callable[[torch.Tensor, torch.Tensor, BlockFormat], Non
     return Op(
         name,
         Implementation("triton", f"fullspeed.kernels.quantize_triton:{name}", needs_triton),
+        Implementation("native", f"fullspeed.kernels.quantize_native:{name}", needs_native),
         Implementation("torch", f"fullspeed.kernels.quantize_torch:{name}", runs_anywhere),
     )
 

@@ -62,10 +62,11 @@ def test_a_wrong_name_in_the_environment_is_an_error(op, monkeypatch):
         op.on(CPU)
 
 
-def test_quantisation_runs_in_plain_torch_on_the_cpu():
+def test_quantisation_runs_natively_on_the_cpu_where_the_library_can():
     import fullspeed.kernels.quantize  # noqa: F401
+    from fullspeed.kernels.native import needs_native
 
     found = {choice.op: choice for choice in choices(CPU)}
     assert {"quantize", "dequantize", "dequantize_sum"} <= found.keys()
-    assert found["quantize"].implementation == "torch"
+    assert found["quantize"].implementation == ("torch" if needs_native(CPU) else "native")
     assert "triton" in found["quantize"].reason
