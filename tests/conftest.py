@@ -28,6 +28,13 @@ settings.register_profile("fullspeed", deadline=None, derandomize=True, suppress
 settings.load_profile("fullspeed")
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the server that ranks are forked from import what the test files to run say with `PRELOAD`."""
+    modules = {item.module for item in session.items if isinstance(item, pytest.Function)}
+    names = {name for module in modules for name in getattr(module, "PRELOAD", ())}
+    os.environ["TESTS_PRELOAD"] = " ".join(sorted(names))
+
+
 @pytest.fixture(autouse=True)
 def _no_foreign_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests decide who they are; a pytest started inside a job must not inherit that job's rank."""

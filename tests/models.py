@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+LLAMA = "transformers.models.llama.modeling_llama"  # for the PRELOAD of test files that use `tiny_llama`
+
 
 def mlp(seed: int = 0) -> nn.Module:
     """Odd sizes on purpose: no parameter divides evenly over 2 or 4 ranks."""

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import importlib
+import os
 
 MODULES = (
     "pytest",
@@ -10,14 +11,13 @@ MODULES = (
     "torch._dynamo",  # creating an optimizer imports it
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
-    "transformers.models.llama.modeling_llama",
     "fullspeed.comm",
-    "fullspeed.config.load",
     "fullspeed.engine.initialize",
     "tests.ranks",
 )
+VARIABLE = "TESTS_PRELOAD"  # names of further modules, those of `PRELOAD` in the test files of this run
 
-for name in MODULES:
+for name in (*MODULES, *os.environ.get(VARIABLE, "").split()):
     # A module that cannot be imported is the business of the rank that needs it: there the error is reported.
     with contextlib.suppress(Exception):
         importlib.import_module(name)
@@ -25,6 +25,6 @@ with contextlib.suppress(Exception):
     from fullspeed.config.load import load_config
 
     load_config({"train_batch_size": 1})  # pydantic builds validators at their first use
-# Collections in ranks need not look at the modules above, nor copy the pages they are on.
+# Collections in ranks need not look at what was imported here, nor copy the pages it is on.
 gc.collect()
 gc.freeze()

@@ -14,9 +14,11 @@ from fullspeed.activation.measure import SavedBytes
 from fullspeed.activation.rng import get_rng_tracker
 from fullspeed.comm import CommRecorder, get_world_group, new_group, observing
 from fullspeed.engine.initialize import initialize
-from tests.models import Block, Stack, tiny_llama
+from tests.models import LLAMA, Block, Stack, tiny_llama
 from tests.parity.beside import Pair, adamw, causal, tokens, zero_config
 from tests.ranks import ranks
+
+PRELOAD = (LLAMA,)
 
 STAGES = (0, 1, 2, 3)
 SETTINGS = {

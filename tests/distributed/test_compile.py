@@ -12,6 +12,7 @@ from tests.models import Stack, mlp, stack
 from tests.parity.beside import Pair, adamw, square, zero_config
 from tests.ranks import ranks
 
+PRELOAD = ("torch._dynamo.backends.debugging", "torch._inductor.compile_fx")
 STAGES = (0, 1, 2, 3)
 BACKEND = "aot_eager"  # everything of torch.compile but the generated code
 
@@ -91,7 +92,7 @@ def test_blocks_compiled_before_initialize(rank, world_size):
 @ranks(2, timeout_s=300)
 def test_a_compiled_training_step(rank, world_size):
     """Forward, backward and step in one compiled function: graphs end where ranks communicate, numbers stay."""
-    pair = Pair(rank, world_size, stack, zero_config(3), adamw)
+    pair = Pair(rank, world_size, lambda seed: _blocks(2), zero_config(3), adamw)
 
     @torch.compile(backend=BACKEND)
     def train_step(batch, is_plain):
@@ -116,16 +117,16 @@ def test_a_compiled_training_step(rank, world_size):
 @ranks(1, timeout_s=300)
 def test_generated_code(rank, world_size):
     """Torch's default backend; the widest world that compiles in reasonable time on a small machine is one rank."""
-    pair = Pair(rank, world_size, lambda seed: _one_block(), zero_config(3), adamw)
+    pair = Pair(rank, world_size, lambda seed: _blocks(1), zero_config(3), adamw)
     pair.engine.compile()
     pair.train(2)
     assert _statistics() == (1, 0)
     pair.check()
 
 
-def _one_block() -> Stack:
+def _blocks(num_blocks: int) -> Stack:
     torch.manual_seed(0)
-    return Stack(num_blocks=1)
+    return Stack(num_blocks=num_blocks)
 
 
 @ranks(1)

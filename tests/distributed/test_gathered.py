@@ -12,9 +12,11 @@ from fullspeed import zero
 from fullspeed.base.errors import UsageError
 from fullspeed.engine.initialize import initialize
 from fullspeed.sharding.placeholder import is_sharded
-from tests.models import mlp, stack, tiny_llama
+from tests.models import LLAMA, mlp, stack, tiny_llama
 from tests.parity.beside import difference, sgd, zero_config
 from tests.ranks import ranks
+
+PRELOAD = (LLAMA,)
 
 HOME = ["held", "stage 3", "stage 3 bf16", "stage 2", "stage 1 bf16", "stage 0"]
 

@@ -20,6 +20,8 @@ from fullspeed.sharding.leaves import (
 from tests.parity.beside import Pair, adamw, causal, tokens, vectors, zero_config
 from tests.ranks import ranks
 
+PRELOAD = ("transformers.models.mixtral.modeling_mixtral",)
+
 
 class SparseBlock(nn.Module):
     """Sends each sample to the expert that its first feature names; notes which experts are whole meanwhile."""

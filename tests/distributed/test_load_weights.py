@@ -15,9 +15,11 @@ from fullspeed.base.errors import CheckpointError, UsageError
 from fullspeed.checkpoint.model_files import ModelFiles
 from fullspeed.checkpoint.tensor_file import TensorFile
 from fullspeed.engine.initialize import initialize
-from tests.models import mlp, tiny_llama
+from tests.models import LLAMA, mlp, tiny_llama
 from tests.parity.beside import difference, sgd, zero_config
 from tests.ranks import ranks
+
+PRELOAD = (LLAMA,)
 
 HOME = ["held", "meta", "plain", "stage 0", "stage 2", "stage 3", "stage 3 bf16"]
 

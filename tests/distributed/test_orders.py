@@ -10,9 +10,11 @@ from torch import nn
 
 from fullspeed.base.errors import UsageError
 from fullspeed.engine.initialize import initialize
-from tests.models import Block, Stack, stack, tiny_llama
+from tests.models import LLAMA, Block, Stack, stack, tiny_llama
 from tests.parity.beside import Pair, adamw, difference, sgd, square, zero_config
 from tests.ranks import ranks
+
+PRELOAD = (LLAMA,)
 
 
 class Reordered(Stack):

@@ -13,9 +13,11 @@ from fullspeed.comm import agreement, all_gather_object, barrier, shared_transpo
 from fullspeed.engine import restore
 from fullspeed.engine.initialize import initialize
 from fullspeed.sharding import attendant
-from tests.models import stack, tiny_llama
+from tests.models import LLAMA, stack, tiny_llama
 from tests.parity.beside import sgd, zero_config
 from tests.ranks import ranks
+
+PRELOAD = (LLAMA,)
 
 
 @pytest.fixture(params=["shared memory", "messages"])

@@ -16,9 +16,11 @@ from fullspeed.comm import all_gather_object
 from fullspeed.engine.initialize import initialize
 from fullspeed.sharding.holder import ShardHolder
 from fullspeed.sharding.placeholder import is_sharded, owner_of
-from tests.models import Stack, mlp, stack, tiny_llama
+from tests.models import LLAMA, Stack, mlp, stack, tiny_llama
 from tests.parity.beside import Pair, difference, sgd, zero_config
 from tests.ranks import ranks
+
+PRELOAD = (LLAMA,)
 
 
 def value_of(param: torch.Tensor) -> torch.Tensor:

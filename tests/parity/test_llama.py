@@ -7,9 +7,11 @@ import torch
 
 from fullspeed.engine.initialize import initialize
 from fullspeed.sharding.access import safe_get_full_fp32_param
-from tests.models import tiny_llama
+from tests.models import LLAMA, tiny_llama
 from tests.parity.beside import Pair, causal, difference, sgd, tokens, zero_config
 from tests.ranks import ranks
+
+PRELOAD = (LLAMA,)
 
 pytest.importorskip("transformers")
 
