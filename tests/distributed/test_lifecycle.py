@@ -6,6 +6,8 @@ import copy
 import gc
 import io
 import os
+import pathlib
+import re
 import subprocess
 import sys
 import weakref
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 
 from fullspeed.base.errors import ConfigError, UsageError
-from fullspeed.comm import CommRecorder, observing
+from fullspeed.comm import CommRecorder, barrier, observing
 from fullspeed.engine.initialize import initialize
 from fullspeed.zero import GatheredParameters
 from tests.models import deep_mlp, mlp, stack
@@ -53,6 +55,30 @@ def test_s1_nothing_outlives_destroy(rank, world_size):
         del engine, optimizer, model
         gc.collect()
         assert [name for name, reference in dying.items() if reference() is not None] == [], stage
+
+
+def _shared_bytes() -> int:
+    """Memory of the files that ranks share, as far as this one has touched it and nobody has given it back."""
+    text = pathlib.Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"RssShmem:\s+(\d+)", text)[1])
+
+
+@ranks(2)
+def test_s1_a_destroyed_engine_that_is_still_held_keeps_no_group_and_no_shared_memory(rank, world_size):
+    before = _shared_bytes()
+    for stage in STAGES:
+        model = nn.Linear(512, 1024)
+        engine = initialize(model=model, optimizer=adamw, config=zero_config(stage))[0]
+        engine.backward(engine(torch.ones(2, 512)).sum())
+        engine.step()
+        group = weakref.ref(engine.runtime.groups[0])
+        assert _shared_bytes() - before > model.weight.numel() * 4 / world_size
+        engine.destroy()
+        gc.collect()
+        assert group() is None, stage
+        engine.destroy()
+        barrier()  # a peer gives back what it owns, and this rank has mapped, in its own time
+        assert _shared_bytes() - before < 2**18, stage
 
 
 @ranks(2)

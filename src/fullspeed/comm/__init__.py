@@ -23,6 +23,7 @@ from fullspeed.comm.init import destroy_process_group, init_distributed, is_init
 from fullspeed.comm.mesh import column_of, ranks_per_node, row_of
 from fullspeed.comm.observe import CommEvent, CommRecorder, observing
 from fullspeed.comm.quantized import CodesGather, Feedback, Hop, QuantizedGather, QuantizedReduce
+from fullspeed.comm.shared_memory import trim_shared_memory
 from fullspeed.comm.shared_transport import make_transport
 from fullspeed.comm.traffic import (
     CommsLogger,
@@ -87,4 +88,5 @@ __all__ = [
     "ranks_per_node",
     "reset_log",
     "row_of",
+    "trim_shared_memory",
 ]

@@ -98,6 +98,13 @@ class SharedArena:
         weakref.finalize(memory, free.append, offset)
         return torch.frombuffer(memory, dtype=dtype, count=numel)
 
+    def trim(self) -> None:
+        """Give the pages of unused buffers back to the system; they come again, zeroed, when they are next used."""
+        own = self._maps[self.rank]
+        for nbytes, offsets in self._free.items():
+            for offset in offsets:
+                own.madvise(mmap.MADV_REMOVE, offset, nbytes)
+
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Where in this rank's memory a contiguous tensor begins; None when it lies elsewhere."""
         offset = tensor.data_ptr() - self._own_address
@@ -149,3 +156,9 @@ def shared_arena(group: Group) -> SharedArena:
     if key not in _arenas:
         _arenas[key] = SharedArena(group)
     return _arenas[key]
+
+
+def trim_shared_memory() -> None:
+    """Give shared memory back that no tensor uses. No peer may still read what was in it."""
+    for arena in _arenas.values():
+        arena.trim()

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fullspeed.base import env
 from fullspeed.base.errors import UsageError
 from fullspeed.base.log import log_dist
-from fullspeed.comm import Group, get_rank, get_world_group, get_world_size
+from fullspeed.comm import Group, get_rank, get_world_group, get_world_size, trim_shared_memory
 from fullspeed.config import Batch, Config
 from fullspeed.engine import python_gc
 from fullspeed.engine.accessors import ConfigAccessors
@@ -391,6 +391,7 @@ class Engine(ConfigAccessors, LayoutCheckpointing, Batches, Changes, Watched, nn
         self.optimizer = self.basic_optimizer = self.client_optimizer = None
         self.lr_scheduler = self.training_dataloader = self._batches = None
         self.param_names = {}
+        trim_shared_memory()
         if self._config.disable_python_gc:
             python_gc.let_go()
 

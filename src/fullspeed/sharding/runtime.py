@@ -63,7 +63,7 @@ class ShardingRuntime:
         launches = LaunchCount()
         self._reductions = Reductions((), policy, self._agreement, launches)
         self._expect_gradients()
-        self.gatherer = Gatherer(groups, budget, Agreement(links.shard_group), launches)
+        self.gatherer = Gatherer(self.groups, budget, Agreement(links.shard_group), launches)
         self._depth = 0
         self._borrowed: list[FlatGroup] = []  # groups used outside their own modules, until the outermost scope ends
         self._in_pass = False  # a backward of ours is under way
@@ -344,7 +344,9 @@ class ShardingRuntime:
             group.release()
             for param in group.params:
                 attributes.detach(param)
-        self.groups, self.slot_of = [], {}
+        self._agreement.exchange([0])  # peers have read this rank's shards: what they lie in may go
+        self.groups.clear()  # the one list that the gatherer and the scopes hold too
+        self.slot_of = {}
         self._expect_gradients()
         self._views = TransientViews((), self._need)
         self.on_plain_backward = lambda: None
