@@ -135,6 +135,7 @@ def test_a_killed_node_started_by_hand_comes_back(folder):
     check_losses(folder, full=[2, BATCH, 3], left=[1, BATCH, 6])
 
 
+@pytest.mark.timeout(600)
 def test_a_host_whose_link_is_cut_and_mended_comes_back(folder):
     with real_hosts(folder, 3) as hosts:
         nodes = "--min_elastic_nodes 2 --max_elastic_nodes 3 --no_local_rank"
