@@ -66,8 +66,14 @@ def _parser() -> argparse.ArgumentParser:
             _add_weight_flags(command, with_dtype=name != "to-fp32")
         if name == "to-deepspeed":
             command.add_argument("--stage", type=int, choices=range(4), default=2, help="ZeRO stage; 2 by default")
-            command.add_argument("--ranks", type=int, default=1, help="data-parallel ranks; 1 by default")
+            command.add_argument("--ranks", type=_positive, default=1, help="data-parallel ranks; 1 by default")
     return parser
+
+
+def _positive(word: str) -> int:
+    if not word.isdigit() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"{word!r} is no number of ranks; give 1 or more")
+    return int(word)
 
 
 def _add_weight_flags(command: argparse.ArgumentParser, *, with_dtype: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import torch
@@ -51,8 +52,8 @@ def save_weights(
         The files.
 
     Raises:
-        CheckpointError: on every rank, when rank 0 could not write.
-        UsageError: a parameter is sharded by another engine.
+        CheckpointError: on every rank, when rank 0 could not write, `rename` gives a name twice, or a parameter is
+            another engine's.
     """
     group = engine.data_parallel_group
     rendezvous("save_weights", group)
@@ -91,22 +92,18 @@ class _Export:
         self._runtime: ShardingRuntime = engine.runtime
         self._state: NamedState = named_state(engine.module, engine.runtime)
         self._names: dict[str, str] = {}  # name in the module -> name in the files
-        for fqn, param in self._state.params.items():
-            if trainable_only and not is_trainable(param, self._runtime):
-                continue
-            name = rename(fqn) if rename is not None else fqn
-            if name is not None:
-                self._names[fqn] = name
-        for fqn in () if trainable_only else self._state.buffers:
-            name = rename(fqn) if rename is not None else fqn
+        params = self._state.params.items()
+        chosen = [fqn for fqn, param in params if not trainable_only or is_trainable(param, self._runtime)]
+        for fqn in chosen if trainable_only else [*chosen, *self._state.buffers]:
+            name = fqn if rename is None else rename(fqn)
             if name is not None:
                 self._names[fqn] = name
 
     def check(self) -> None:
         """Raise UsageError when two names are the same, or a parameter's values are not this engine's."""
-        twice = {name for name in self._names.values() if list(self._names.values()).count(name) > 1}
+        twice = [name for name, count in Counter(self._names.values()).items() if count > 1]
         if twice:
-            raise UsageError(f"rename gives several parameters the name {', '.join(sorted(twice))}")
+            raise UsageError(f"rename gives several parameters the name {', '.join(twice)}")
         foreign = [
             fqn
             for fqn, param in self._state.params.items()

@@ -70,7 +70,7 @@ def read_deepspeed(path: pathlib.Path, rank: int, group_names: Sequence[GroupNam
         optimizer = _read_parted(files, model, num_ranks) if is_sharded else _read_flat(files, model)
     else:
         is_sharded = False
-        optimizer = _read_whole(model, group_names)
+        optimizer = read_whole(model, group_names)
     tensors = model_states.buffers_of(model) | optimizer.tensors
     if is_sharded:
         tensors |= frozen_parts(files, model, num_ranks)
@@ -96,7 +96,7 @@ def make_state(
     """
     module, aliases = model["module"], model_states.aliases_of(model)
     trained = {fqn for kind, fqn in tensors if kind == MASTER or kind.startswith(OPTIMIZER)}
-    names = [fqn for kind, fqn in tensors if kind == PARAM]
+    names = [fqn for fqn in module if (PARAM, fqn) in tensors]
     common: dict[str, Any] = {
         "extra_state": model_states.extra_states_of(model),
         "param_groups": optimizer.rows,
@@ -109,7 +109,7 @@ def make_state(
     manifest = Manifest(
         world_size=model["dp_world_size"],
         stage=optimizer.stage,
-        optimizer=UNNAMED_OPTIMIZER if trained else None,
+        optimizer=UNNAMED_OPTIMIZER if trained or optimizer.rows else None,
         data="",
         params=tuple(
             ParamRecord(fqn, tensors[PARAM, fqn].shape, _dtype_name(module.get(fqn)), fqn in trained, is_saved=True)
@@ -223,32 +223,53 @@ def _read_parted(files: DeepSpeedFiles, model: Mapping[str, Any], num_ranks: int
     return FoundOptimizer(tensors, rows_of(rows, shapes), loss_scale_of(first), int(first.get("zero_stage", 1)))
 
 
-def _read_whole(model: Mapping[str, Any], group_names: Sequence[GroupNames]) -> FoundOptimizer:
-    """Nothing is sharded: the optimizer's own state dict, which numbers parameters."""
+def read_whole(model: Mapping[str, Any], group_names: Sequence[GroupNames]) -> FoundOptimizer:
+    """Nothing is sharded: the optimizer's own state dict, which numbers parameters.
+
+    A group that cannot be the engine's gets no names; whoever wants optimizer states then sees that groups differ.
+    """
     outer = model["optimizer"]
     if outer is None or not group_names:
         return FoundOptimizer({}, [], {}, 0)
     base = outer.get("optimizer_state_dict", outer)
-    if len(base["param_groups"]) != len(group_names):
-        return FoundOptimizer({}, [{"fqns": []} for _ in base["param_groups"]], {}, 0)
     tensors: dict[tuple[str, str], Stored] = {}
     rows = []
-    for index, (row, names) in enumerate(zip(base["param_groups"], group_names, strict=True)):
-        if "fp32_groups_flat" in outer:
-            tensors |= _flat_group(model, index, names.trainable)
-            rows.append(hyperparameters(row, names.trainable))
-            continue
-        fqns = next((each for each in names if len(each) == len(row["params"])), None)
-        if fqns is None:
-            raise CheckpointError(
-                f"param group {index} of the checkpoint has {len(row['params'])} parameters, this engine's has "
-                f"{len(names.all)}; build the optimizer with the same groups, or pass load_optimizer_states=False"
-            )
-        masters = outer["fp32_groups"][index] if "fp32_groups" in outer else [None] * len(fqns)
-        for fqn, number, values in zip(fqns, row["params"], masters, strict=True):
-            tensors |= _param_state(model, fqn, base["state"].get(number, {}), values)
-        rows.append(hyperparameters(row, [fqn for fqn in fqns if fqn in names.trainable]))
+    fits = len(base["param_groups"]) == len(group_names)
+    for index, row in enumerate(base["param_groups"]):
+        is_flat = "fp32_groups_flat" in outer
+        fqns = (_flat_names if is_flat else _listed_names)(model, index, group_names[index]) if fits else []
+        if fqns:
+            tensors |= _flat_group(model, index, fqns) if is_flat else _listed_group(model, index, fqns)
+        rows.append(hyperparameters(row, [fqn for fqn in fqns if fqn in group_names[index].trainable]))
     return FoundOptimizer(tensors, rows, loss_scale_of(outer), 0)
+
+
+def _listed_names(model: Mapping[str, Any], index: int, names: GroupNames) -> Sequence[str]:
+    """Names for the parameters that a param group numbers: users list frozen ones there, or do not."""
+    outer = model["optimizer"]
+    count = len(outer.get("optimizer_state_dict", outer)["param_groups"][index]["params"])
+    return next((fqns for fqns in names if len(fqns) == count and set(fqns) <= set(model["module"])), [])
+
+
+def _listed_group(model: Mapping[str, Any], index: int, fqns: Sequence[str]) -> dict[tuple[str, str], Stored]:
+    """A param group whose parameters are numbered, each with its own state."""
+    outer = model["optimizer"]
+    base = outer.get("optimizer_state_dict", outer)
+    numbers = base["param_groups"][index]["params"]
+    masters = outer["fp32_groups"][index] if "fp32_groups" in outer else [None] * len(fqns)
+    tensors: dict[tuple[str, str], Stored] = {}
+    for fqn, number, master in zip(fqns, numbers, masters, strict=True):
+        tensors |= _param_state(model, fqn, base["state"].get(number, {}), master)
+    return tensors
+
+
+def _flat_names(model: Mapping[str, Any], index: int, names: GroupNames) -> Sequence[str]:
+    """Names for the parameters of a param group that is kept flat, if they have as many elements as it."""
+    flat = model["optimizer"]["fp32_groups_flat"][index]
+    if not set(names.trainable) <= set(model["module"]):
+        return []
+    numel = sum(model["module"][fqn].numel() for fqn in names.trainable)
+    return names.trainable if numel == flat.numel() else []
 
 
 def _flat_group(model: Mapping[str, Any], index: int, fqns: Sequence[str]) -> dict[tuple[str, str], Stored]:
@@ -258,11 +279,6 @@ def _flat_group(model: Mapping[str, Any], index: int, fqns: Sequence[str]) -> di
     base = outer["optimizer_state_dict"]
     shapes = {fqn: tuple(model["module"][fqn].shape) for fqn in fqns}
     numels = [math.prod(shape) for shape in shapes.values()]
-    if sum(numels) > flat.numel():
-        raise CheckpointError(
-            f"param group {index} of the checkpoint has {flat.numel()} elements, this engine's has {sum(numels)}; "
-            f"build the optimizer with the same groups, or pass load_optimizer_states=False"
-        )
     spans = flat_spans(numels, [0] * len(numels), flat.numel())
     state = base["state"].get(index, {})
     step = base["param_groups"][index].get(STEP)

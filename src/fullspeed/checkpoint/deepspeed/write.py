@@ -224,7 +224,15 @@ class DeepSpeedWriter:
             for group in self._groups
         ]
         scale = vars(self._loss_scale()["loss_scaler"])
-        return {"dynamic_loss_scale": scale["dynamic"], **scale, "optimizer_state_dict": base, "fp32_groups": masters}
+        counters = {"cur_iter": self._state.manifest.counters["global_steps"]}
+        kept = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+        counters |= {name: scale[name] for name in kept if name in scale}
+        return {
+            "dynamic_loss_scale": scale["dynamic"],
+            **counters,
+            "optimizer_state_dict": base,
+            "fp32_groups": masters,
+        }
 
     def _rows(self) -> list[dict[str, Any]]:
         """Param groups, each with the number of its one flat tensor."""
