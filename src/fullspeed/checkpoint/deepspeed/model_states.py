@@ -10,6 +10,7 @@ import torch
 
 from fullspeed.checkpoint.deepspeed.mapped import Stored, stored_whole
 from fullspeed.checkpoint.manifest import BUFFER
+from fullspeed.config.recorded import recorded_config
 
 EXTRA_STATE = "_extra_state"  # how torch names what a module's `get_extra_state` returned
 RESERVED = frozenset(
@@ -40,12 +41,11 @@ def aliases_of(model: Mapping[str, Any]) -> dict[str, str]:
 
 def counters_of(model: Mapping[str, Any]) -> dict[str, int]:
     """Steps and samples. Micro-batches are not recorded: they follow from the steps."""
-    accumulation = model.get("ds_config", {}).get("gradient_accumulation_steps", 1)
     steps = model["global_steps"]
     return {
         "global_steps": steps,
         "global_samples": model["global_samples"],
-        "micro_steps": steps * (accumulation if isinstance(accumulation, int) else 1),
+        "micro_steps": steps * recorded_config(model.get("ds_config") or {}).grad_accum_steps,
         "skipped_steps": model["skipped_steps"],
     }
 

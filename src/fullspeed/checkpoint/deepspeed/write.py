@@ -21,6 +21,7 @@ from fullspeed.checkpoint.deepspeed.pickling import save
 from fullspeed.checkpoint.deepspeed.unpickle import DynamicLossScaler, FragmentAddress, LossScaler, Number, Record
 from fullspeed.checkpoint.manifest import BUFFER, MASTER, OPTIMIZER, PARAM, ParamRecord
 from fullspeed.checkpoint.saved import COMMON, SavedState, client_file
+from fullspeed.config.recorded import recorded_config
 
 FORMAT = "0.19.8"
 """The release of DeepSpeed whose layout is written."""
@@ -173,7 +174,7 @@ class DeepSpeedWriter:
             mappings.append(_slices(group, spans))
         return {
             **self._loss_scale(),
-            "clip_grad": self._target.config.get("gradient_clipping", 0.0),
+            "clip_grad": recorded_config(self._target.config).gradient_clipping,
             "base_optimizer_state": {"state": states, "param_groups": self._rows()},
             "single_partition_of_fp32_groups": masters,
             "zero_stage": Number(self._target.stage),
@@ -284,18 +285,18 @@ class DeepSpeedWriter:
         if "iteration" not in saved:
             scaler: Record = LossScaler.of(cur_scale=scale, dynamic=False)
             return {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False}
-        fp16 = self._target.config.get("fp16", {})
+        config = recorded_config(self._target.config)
         scaler = DynamicLossScaler.of(
             cur_scale=scale,
             dynamic=True,
             cur_iter=saved["iteration"],
             last_overflow_iter=saved["last_overflow"],
             scale_factor=2.0,
-            scale_window=fp16.get("loss_scale_window", 1000),
-            min_scale=fp16.get("min_loss_scale", 1),
-            delayed_shift=fp16.get("hysteresis", 2),
+            scale_window=config.loss_scale_window,
+            min_scale=config.min_loss_scale,
+            delayed_shift=config.hysteresis,
             cur_hysteresis=saved["hysteresis_left"],
-            consecutive_hysteresis=fp16.get("consecutive_hysteresis", False),
+            consecutive_hysteresis=config.consecutive_hysteresis,
             raise_error_at_min_scale=True,
             dtype=torch.float16,
         )
