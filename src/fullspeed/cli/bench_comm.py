@@ -148,6 +148,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="fullspeed bench", description="Measure this machine.")
     commands = parser.add_subparsers(required=True)
     comm = commands.add_parser("comm", help="collectives over sizes")
+    commands.add_parser("io", help="a folder's disk; `fullspeed bench io --help` lists its flags")
     add = comm.add_argument
     add("-r", "--ranks", type=int, default=2, metavar="N", help="ranks to start, if none are yet (2)")
     add("--minsize", type=int, default=10, metavar="B", help="log2 of the bytes of the smallest message (10)")

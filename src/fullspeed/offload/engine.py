@@ -161,8 +161,15 @@ def obstacle(name: EngineName) -> str:
 def make_engine(settings: Settings | None = None) -> Engine:
     """The engine asked for, or the first that works here. Raises StorageError where it cannot be had."""
     settings = settings or Settings()
-    name: EngineName = settings.engine or next((each for each in ENGINES if not obstacle(each)), "python")
+    name = settings.engine if settings.engine is not None else _first_available()
     why = obstacle(name)
     if why:
         raise StorageError(f"engine {name}: {why}")
     return PythonEngine(settings) if name == "python" else NativeEngine(name, settings)
+
+
+def _first_available() -> EngineName:
+    for name in ENGINES:
+        if not obstacle(name):
+            return name
+    return ENGINES[-1]

@@ -133,10 +133,10 @@ def test_a_full_disk_is_said_before_anything_is_written(store, monkeypatch):
 def test_errors_of_the_system_reach_the_waiter(tmp_path, engine):
     (tmp_path / "file").write_bytes(b"x" * 9000)
     file = File(tmp_path / "file", engine, is_writable=False)
-    with pytest.raises(StorageError, match="cannot write 9000 bytes at 0 of .*file: Bad file descriptor"):
+    with pytest.raises(StorageError, match=r"cannot write 9000 bytes at 0 of .*file: Bad file descriptor"):
         file.submit(random(9000, torch.uint8), 0, is_write=True).wait()
     file.close()
-    with pytest.raises(StorageError, match="cannot open .*removed, or its folder never made"):
+    with pytest.raises(StorageError, match=r"cannot open .*removed, or its folder never made"):
         File(tmp_path / "absent" / "file", engine, is_writable=True)
     (tmp_path / "plain").write_bytes(b"")
     with pytest.raises(StorageError, match="cannot make folder"):
@@ -186,7 +186,7 @@ def test_the_aio_handle_reads_what_it_wrote(tmp_path: pathlib.Path):
     assert torch.equal(tail, other)
     with pytest.raises(StorageError, match=r"b has 132 bytes, 132 from 0 on; .* needs 40000"):
         handle.sync_pread(found, str(tmp_path / "b"))
-    with pytest.raises(StorageError, match="cannot read .*absent: No such file"):
+    with pytest.raises(StorageError, match=r"cannot read .*absent: No such file"):
         handle.sync_pread(found, str(tmp_path / "absent"))
     assert handle.free_cpu_locked_tensor(locked)
     assert not handle.free_cpu_locked_tensor(other)
