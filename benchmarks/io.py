@@ -44,7 +44,7 @@ def main() -> None:
             transfers = dict(systems(pathlib.Path(folder), mib << 20))
             found = in_turns(transfers, given.rounds)
         print(f"{mib} MiB, blocks of {BLOCK_BYTES >> 20} MiB, {DEPTH} under way")
-        print(f"{'system':<18}{'write GB/s':>11}{'read GB/s':>11}{'write vs fio':>14}{'read vs fio':>13}")
+        print(f"{'system':<20}{'write GB/s':>11}{'read GB/s':>11}{'write vs fio':>14}{'read vs fio':>13}")
         for name, rounds in found.items():
             print(row(name, rounds, found.get("fio io_uring")), flush=True)
 
@@ -60,7 +60,7 @@ def in_turns(transfers: dict[str, tuple[Transfer, Transfer]], rounds: int) -> di
 
 def row(name: str, rounds: list[tuple[float, float]], peer: list[tuple[float, float]] | None) -> str:
     """Medians, and the median over rounds of the ratio to fio."""
-    text = f"{name:<18}" + "".join(f"{statistics.median(column):>11.2f}" for column in zip(*rounds, strict=True))
+    text = f"{name:<20}" + "".join(f"{statistics.median(column):>11.2f}" for column in zip(*rounds, strict=True))
     if peer is None:
         return text
     for width, column in ((14, 0), (13, 1)):
@@ -72,7 +72,7 @@ def systems(folder: pathlib.Path, nbytes: int) -> Iterator[tuple[str, tuple[Tran
     """Each system's write and read."""
     for name in ENGINES:
         if not obstacle(name):
-            yield f"fullspeed {name}"[:17], ours(folder, nbytes, Settings(BLOCK_BYTES, DEPTH, name))
+            yield f"fullspeed {name}", ours(folder, nbytes, Settings(BLOCK_BYTES, DEPTH, name))
     if shutil.which("fio"):
         for engine in ("io_uring", "psync"):
             yield f"fio {engine}", (fio(folder, nbytes, engine, "write"), fio(folder, nbytes, engine, "read"))

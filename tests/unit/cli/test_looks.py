@@ -30,6 +30,9 @@ def test_report_as_json_says_the_same_and_names_kernels(capsys: pytest.CaptureFi
     assert rows["torch"] == torch.__version__
     assert rows["tensorboard"] != "not installed"
     assert rows["kernel quantize"].startswith(("torch (", "triton ("))
+    assert rows["kernel optimizer_update"].startswith(
+        "native (" if rows["native library"][:6] == "loaded" else "torch ("
+    )
     assert "deepspeed module" in rows
 
 
@@ -158,3 +161,18 @@ def test_bench_refuses_sizes_that_make_no_sense(capsys: pytest.CaptureFixture[st
     code, _, err = run(capsys, "bench", "comm", "--minsize", "20", "--maxsize", "10")
     assert code == cli.USAGE_EXIT_CODE
     assert "minsize <= maxsize" in err
+
+
+def test_bench_io_measures_a_folder_and_names_the_best_settings(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    flags = ("--mib", "1", "--block-kib", "64,256", "--depth", "2", "--trials", "1", "--engine", "python")
+    code, out, _ = run(capsys, "bench", "io", str(tmp_path), *flags)
+    rows = [line.split() for line in out.splitlines() if line.startswith("python ")]
+    assert (code, [row[:3] for row in rows]) == (0, [["python", "64", "2"], ["python", "256", "2"]])
+    assert all(float(speed) >= 0 for row in rows for speed in row[3:])
+    best = json.loads(out[out.index("{") :])["aio"]
+    assert (best["queue_depth"], best["block_size"] in (65536, 262144)) == (2, True)
+    assert list(tmp_path.iterdir()) == []
+    code, _, err = run(capsys, "bench", "io", str(tmp_path / "absent"))
+    assert (code, "absent is no folder" in err) == (cli.USAGE_EXIT_CODE, True)
