@@ -116,9 +116,9 @@ def make_trainer(model: PeftModel, tokenizer: PreTrainedTokenizerBase, options: 
 def main() -> None:
     """Train, save, read back, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default: 20)")
-    parser.add_argument("--length", type=int, default=96, help="tokens in a block (default: 96)")
-    parser.add_argument("--sample-tokens", type=int, default=40, help="length of the samples (default: 40)")
+    parser.add_argument("--steps", type=int, default=12, help="optimizer steps (default: 12)")
+    parser.add_argument("--length", type=int, default=64, help="tokens in a block (default: 64)")
+    parser.add_argument("--sample-tokens", type=int, default=24, help="length of the samples (default: 24)")
     parser.add_argument("--output-dir", type=Path, default=Path("build/smollm2"), help="where adapters go")
     options = parser.parse_args()
 

@@ -20,6 +20,7 @@ from fullspeed.comm import Group, ReduceOp, all_gather_object, all_reduce
 from fullspeed.optim.shards import ShardAware
 from fullspeed.precision.loss_scale import LossScale, LossScaleChange
 from fullspeed.sharding.group import FlatGroup
+from fullspeed.sharding.parameter_offload import ParameterOffload
 from fullspeed.sharding.pieces import OwnedPiece, own_pieces, own_state, sub_groups
 from fullspeed.sharding.runtime import ShardingRuntime
 from fullspeed.sharding.scopes import uncompiled
@@ -240,6 +241,11 @@ class ShardedOptimizer(WrappedOptimizer):
     def fp16_groups(self) -> list[list[nn.Parameter]]:
         """The same, under its older name."""
         return self._whole_params
+
+    @property
+    def parameter_offload(self) -> ParameterOffload:
+        """What TRL takes for the hooks of stage 3."""
+        return ParameterOffload(self.runtime.groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients accumulated and reduced so far."""
