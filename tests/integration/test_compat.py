@@ -6,7 +6,23 @@ import copy
 
 import torch
 
+from tests.launches import launch
 from tests.ranks import ranks
+
+
+def test_scripts_started_as_deepspeed_import_it(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import importlib.metadata, os, deepspeed\n"
+        "deepspeed.init_distributed()\n"
+        "print('saw', deepspeed.__version__ == importlib.metadata.version('deepspeed'), deepspeed.comm.get_rank())\n"
+    )
+    ended = launch(["--num_gpus", "2", "--as-deepspeed", "--no_local_rank", str(script)], tmp_path)
+    assert ended.code == 0, ended.err
+    assert "saw True 0" in ended.out
+    assert "saw True 1" in ended.out
+    without = launch(["--no_local_rank", str(script)], tmp_path)
+    assert "No module named 'deepspeed'" in without.err + without.out
 
 
 @ranks(2)

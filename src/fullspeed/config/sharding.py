@@ -13,6 +13,7 @@ from fullspeed.config.types import (
     Fraction,
     NonNegative,
     Positive,
+    RoundedDown,
     Texts,
     whole,
 )
@@ -165,7 +166,7 @@ class ZeroOptimization(Section):
     sub_group_size: Positive = Field(
         1_000_000_000, description="Elements the optimizer updates at once; bounds memory during the step."
     )
-    stage3_prefetch_bucket_size: NonNegative = Field(
+    stage3_prefetch_bucket_size: RoundedDown = Field(
         50_000_000,
         description="Elements gathered ahead of use; more hides latency, costs memory; 0 gathers on demand.",
     )

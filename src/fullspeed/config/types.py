@@ -80,10 +80,17 @@ def steps_or_never(value: Any) -> Any:
     return None if isinstance(value, float) and value == math.inf else whole(value)
 
 
+def rounded_down(value: Any) -> Any:
+    """The whole part of a finite positive fraction, for a size that other libraries compute as 0.9 times a square."""
+    is_fraction = isinstance(value, float) and math.isfinite(value) and value > 0
+    return int(value) if is_fraction else whole(value)
+
+
 _WHOLE = BeforeValidator(whole)
 Count = Annotated[int, _WHOLE]
 Positive = Annotated[int, Field(gt=0), _WHOLE]
 NonNegative = Annotated[int, Field(ge=0), _WHOLE]
+RoundedDown = Annotated[int, Field(ge=0), BeforeValidator(rounded_down)]
 Steps = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(steps_or_never)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]

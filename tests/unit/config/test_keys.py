@@ -165,10 +165,21 @@ def test_a4_whole_floats_are_counts():
 
 def test_a4_fractions_say_how_to_fix():
     value = 0.9 * 1023**2
-    text = faults({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": value}})
-    text = text["zero_optimization.stage3_prefetch_bucket_size"]
+    text = faults({"zero_optimization": {"stage": 3, "reduce_bucket_size": value}})
+    text = text["zero_optimization.reduce_bucket_size"]
     assert "941876" in text
     assert "int(" in text
+
+
+def test_a4_the_size_that_integrations_compute_is_rounded_down():
+    zero = {"stage": 3, "stage3_prefetch_bucket_size": 0.9 * 1023**2}
+    assert load_config({"zero_optimization": zero}).zero_optimization.stage3_prefetch_bucket_size == 941_876
+    # As TRL writes it for a reference model: beside the block, with a dotted key.
+    raw = {"zero_optimization": {"stage": 3}, "zero_optimization.stage3_prefetch_bucket_size": 921.6}
+    assert load_config(raw).zero_optimization.stage3_prefetch_bucket_size == 921
+    for wrong in (-0.5, math.nan, math.inf, True, "9"):
+        zero["stage3_prefetch_bucket_size"] = wrong
+        assert "zero_optimization.stage3_prefetch_bucket_size" in faults({"zero_optimization": zero})
 
 
 @pytest.mark.parametrize("value", [math.inf, None])
