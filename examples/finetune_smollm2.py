@@ -85,7 +85,13 @@ def text_of(sides: torch.Tensor, num_bytes: int) -> str:
 def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> str:
     """What the model makes of the prompt."""
     ids = tokenizer(PROMPT, return_tensors="pt")
-    made = model.generate(**ids, max_new_tokens=num_tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    made = model.generate(
+        **ids,
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        pad_token_id=tokenizer.eos_token_id,
+        synced_gpus=False,  # the model is whole here, so ranks need not generate together
+    )
     return tokenizer.decode(made[0], skip_special_tokens=True)
 
 
