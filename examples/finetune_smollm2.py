@@ -40,7 +40,10 @@ DEEPSPEED: dict[str, Any] = {
     "gradient_clipping": "auto",
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
-    "zero_optimization": {"stage": 3},
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_gather_16bit_weights_on_model_save": True,  # without it, save_model writes no weights at stage 3
+    },
 }
 
 
@@ -149,6 +152,7 @@ def main() -> None:
             losses[name] = mean_loss(adapted, trainer.eval_dataset)
     print(f"held-out loss: {losses['without them']:.4f} before, {trained_loss:.4f} after")
     print(f"adapters read back from {options.output_dir}: {losses['adapters read back']:.4f}")
+    assert abs(losses["adapters read back"] - trained_loss) < 1e-3, "what was saved is not what was trained"
     print(f"before:\n{before}\nafter:\n{sample(adapted, tokenizer, options.sample_tokens)}")
 
 
