@@ -148,6 +148,7 @@ def start_ranks(run: Run, python: str, folder: pathlib.Path) -> list[subprocess.
     shared = {
         "WORLD_SIZE": str(run.world_size),
         "LOCAL_WORLD_SIZE": str(run.world_size),
+        "LOCAL_SIZE": str(run.world_size),  # of which DeepSpeed makes its shared memory
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",

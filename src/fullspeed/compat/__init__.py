@@ -38,14 +38,16 @@ def activate(*, over_installed: bool = False) -> None:
     if imported is not None and not _is_ours(getattr(imported, "__file__", None)):
         raise UsageError("another deepspeed is imported already; call fullspeed.compat.activate() before that")
     spec = importlib.util.find_spec("deepspeed") if imported is None else imported.__spec__
-    if spec is not None and not _is_ours(spec.origin) and not over_installed:
+    origin = None if spec is None else spec.origin  # None, too, of a mere folder of that name
+    if _is_ours(origin):
+        return
+    if origin is not None and not over_installed:
         raise UsageError(
-            f"another deepspeed is installed at {spec.origin}; uninstall it, or pass over_installed=True to use "
-            f"FullSpeed in its place"
+            f"another deepspeed is installed at {origin}; uninstall it, or pass over_installed=True to use FullSpeed "
+            f"in its place"
         )
-    if str(FOLDER) not in sys.path and (spec is None or not _is_ours(spec.origin)):
-        sys.path.insert(0, str(FOLDER))
-        importlib.invalidate_caches()
+    sys.path.insert(0, str(FOLDER))
+    importlib.invalidate_caches()
 
 
 def activate_children() -> None:

@@ -125,6 +125,14 @@ def test_it_never_takes_the_place_of_another_one_unasked(tmp_path):
     assert said(asked + "; print(deepspeed.__version__)", tmp_path) == f"{VERSION}+fullspeed"
 
 
+def test_a_folder_of_that_name_is_no_other_one(tmp_path):
+    (tmp_path / "deepspeed").mkdir()
+    code = (
+        "from fullspeed.compat import activate; activate(); activate(); import deepspeed; print(deepspeed.__version__)"
+    )
+    assert said(code, tmp_path) == f"{VERSION}+fullspeed"
+
+
 def test_aliases_lead_to_modules():
     assert set(ALIASES.values()) <= set(MODULES)
     assert not set(ALIASES) & set(MODULES)
