@@ -36,20 +36,23 @@ def dtype_name(tensor: torch.Tensor, what: str) -> str:
     return name
 
 
-def write_tensors(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
-    """Write tensors of any device and stride to a safetensors file that is on the disk when this returns."""
-    return write_file(path, tensor_parts(tensors))
+class FilePlan(NamedTuple):
+    """The bytes of a safetensors file, before they are written."""
+
+    head: bytes  # everything in front of the tensors
+    tensors: list[torch.Tensor]  # in the order in which they follow, without gaps
+    nbytes: int  # of the whole file
 
 
-def tensor_parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file, a tensor at a time."""
+def plan_file(tensors: Mapping[str, torch.Tensor]) -> FilePlan:
+    """Lay out a file for tensors of any device and stride."""
     # Widest first, so that every tensor starts at a multiple of its element's size.
     keys = sorted(tensors, key=lambda key: -tensors[key].element_size())
     header: dict[str, object] = {}
     offset = 0
     for key in keys:
         tensor = tensors[key]
-        end = offset + tensor.numel() * tensor.element_size()
+        end = offset + tensor.nbytes
         header[key] = {
             "dtype": dtype_name(tensor, key),
             "shape": list(tensor.shape),
@@ -58,14 +61,24 @@ def tensor_parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memory
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-    yield len(text).to_bytes(8, "little")
-    yield text
-    for key in keys:
-        if tensors[key].numel():
-            yield _bytes_of(tensors[key])
+    head = len(text).to_bytes(8, "little") + text
+    return FilePlan(head, [tensors[key] for key in keys], len(head) + offset)
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def write_tensors(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
+    """Write tensors of any device and stride to a safetensors file that is on the disk when this returns."""
+    return write_file(path, tensor_parts(tensors))
+
+
+def tensor_parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file, a tensor at a time."""
+    plan = plan_file(tensors)
+    yield plan.head
+    yield from (bytes_of(tensor) for tensor in plan.tensors if tensor.numel())
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A tensor's elements as bytes; of its own memory where that is contiguous and on the host."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
