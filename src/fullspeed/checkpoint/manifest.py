@@ -117,7 +117,7 @@ class Manifest:
             "in_rotation": self.in_rotation,
         }
         head = {"format": FORMAT, "version": VERSION, "crc32": _checksum(body)}
-        return json.dumps({**head, **body}, indent=1) + "\n"
+        return json.dumps({**head, **body}, indent=1)  # no newline at the end: every byte matters
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Manifest:

@@ -61,7 +61,9 @@ class Writing:
         log_dist(f"saved checkpoint {self.pending.final}")
 
     def abandon(self) -> None:
-        """Remove what was written; for rank 0."""
+        """Remove what was written, when no rank writes any more. Only rank 0 does something."""
+        if self.rank:
+            return
         with contextlib.suppress(OSError):  # the cause of the failure is more telling
             self.pending.discard()
 

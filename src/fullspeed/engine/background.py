@@ -26,7 +26,7 @@ class BackgroundSave:
         self._group = group
         self._agreement: Agreement | None = None
         self._thread: threading.Thread | None = None
-        self._tag = ""
+        self._writing: Writing | None = None
         self._error: str | None = None
         self._stop = threading.Event()
 
@@ -35,9 +35,9 @@ class BackgroundSave:
         assert self._thread is None
         if self._agreement is None:
             self._agreement = Agreement(self._group)
-        self._tag, self._error = writing.pending.tag, None
+        self._writing, self._error = writing, None
         self._stop.clear()
-        self._thread = threading.Thread(target=self._run, args=(writing,), name=f"checkpoint {self._tag}")
+        self._thread = threading.Thread(target=self._run, args=(writing,), name=f"checkpoint {writing.pending.tag}")
         self._thread.start()
 
     def poll(self) -> bool:
@@ -49,6 +49,7 @@ class BackgroundSave:
         if self._thread is None:
             return True
         assert self._agreement is not None
+        assert self._writing is not None
         state = _RUNNING if self._thread.is_alive() else _DONE if self._error is None else _FAILED
         states = [state for (state,) in self._agreement.exchange([state])]
         if _FAILED in states:
@@ -56,8 +57,14 @@ class BackgroundSave:
         elif _RUNNING in states:
             return False
         self._thread.join()
-        self._thread = None
-        together(self._raise, CheckpointError, self._group)
+        writing, self._thread, self._writing = self._writing, None, None
+        causes = together(lambda: self._error, CheckpointError, self._group)
+        failed = {rank: cause for rank, cause in enumerate(causes) if cause is not None}
+        if failed:
+            writing.abandon()
+            rank, cause = max(failed.items())  # rank 0 fails when another one does, so that one is the cause
+            what = f"checkpoint {writing.pending.tag!r} was not completed in the background, and is gone"
+            raise CheckpointError(f"{what}: rank {rank}: {cause}")
         return True
 
     def wait(self) -> None:
@@ -69,13 +76,7 @@ class BackgroundSave:
         try:
             writing.run_alone(self._stop)
         except Exception as error:  # raised on every rank by the next `poll`
-            cause = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-            self._error = f"checkpoint {self._tag!r} was not completed in the background, and is gone: {cause}"
-            if writing.rank == 0:
-                writing.abandon()
+            self._error = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
             if not threading.main_thread().is_alive():  # nobody will call `poll`
-                log_dist(self._error, ranks=[-1], level=logging.ERROR)
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise CheckpointError(self._error)
+                writing.abandon()
+                log_dist(f"checkpoint {writing.pending.tag!r} was not completed: {self._error}", [-1], logging.ERROR)
