@@ -138,10 +138,10 @@ def kill(place: str, number: int) -> bool:
     return any(pathlib.Path(place).glob(".*.partial"))
 
 
-def kill_often(place: str, count: int) -> tuple[int, int]:
-    """Returns in how many of the kills a save was under way, and the step of the checkpoint that is left."""
+def kill_often(place: str, numbers: range) -> tuple[int, int]:
+    """Run these trials; returns in how many of the kills a save was under way, and the step of the checkpoint that is left."""
     unfinished = 0
-    for number in range(count):
+    for number in numbers:
         unfinished += kill(place, number)
         for partial in pathlib.Path(place).glob(".*.partial"):
             shutil.rmtree(partial)  # so that the next trial counts its own
@@ -152,11 +152,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("count", type=int, nargs="?", default=200)
     count = parser.parse_args().count
+    unfinished = 0
     with tempfile.TemporaryDirectory() as place:
-        unfinished, step = kill_often(place, count)
-    print(
-        f"{count} kills, {unfinished} of them in the middle of a save, {step} steps: every checkpoint whole and right"
-    )
+        for first in range(0, count, 20):
+            numbers = range(first, min(first + 20, count))
+            more, step = kill_often(place, numbers)
+            unfinished += more
+            print(f"{numbers.stop} kills, {unfinished} in the middle of a save: all was whole and right, step {step}")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from fullspeed.data.loader import PositionedLoader
 from fullspeed.engine import collect, restore
 from fullspeed.engine.background import BackgroundSave
 from fullspeed.engine.module_state import ModuleState
-from fullspeed.engine.snapshot import COMMON, Offer, Snapshot, client_file, rank_file, tensor_file
+from fullspeed.engine.snapshot import COMMON, Offer, Share, Snapshot, client_file, rank_file, tensor_file
 
 if TYPE_CHECKING:
     import torch
@@ -101,15 +101,17 @@ class Checkpointing(ModuleState):
         offers = together(offer, CheckpointError, group)
         folder, name = self._agree_place(offers)
         self._warn_of_unfinished_accumulation()
-        generations = together(
-            lambda: PendingCheckpoint.prepare(folder, name).generation if rank == 0 else 0,
-            CheckpointError,
-            group,
-        )
-        pending = PendingCheckpoint(folder, name, generations[0])
         use_thread = self._config.saves_in_background if in_background is None else in_background
+
+        def begin() -> tuple[int, Share]:
+            number = PendingCheckpoint.prepare(folder, name).generation if rank == 0 else 0
+            return number, snapshot.share(offers)
+
+        pending = PendingCheckpoint(folder, name, 0)
         try:
-            self._write(snapshot, offers, pending, save_latest, use_thread)
+            begun = together(begin, CheckpointError, group)
+            pending = PendingCheckpoint(folder, name, begun[0][0])
+            self._write(snapshot, [share for _, share in begun], pending, save_latest, use_thread)
         except BaseException:
             if rank == 0:
                 with contextlib.suppress(OSError):  # the cause is more telling
@@ -129,11 +131,10 @@ class Checkpointing(ModuleState):
         self._background.wait()
 
     def _write(
-        self, snapshot: Snapshot, offers: list[Offer], pending: PendingCheckpoint, save_latest: bool, use_thread: bool
+        self, snapshot: Snapshot, shares: list[Share], pending: PendingCheckpoint, save_latest: bool, use_thread: bool
     ) -> None:
         group = self.data_parallel_group
         rank = get_rank(group)
-        shares = together(lambda: snapshot.share(offers), CheckpointError, group)
         contents: dict[str, Callable[[], Iterable[bytes | memoryview]]] = {}
 
         def gather_contents() -> None:
