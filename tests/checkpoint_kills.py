@@ -32,6 +32,7 @@ from tests.ranks import RankError, run_ranks
 MAX_DELAY_S = 0.8  # some ten saves
 ACKNOWLEDGED = "acknowledged"  # step of the last save known to be complete
 DIED = "killed by SIGKILL"
+PEER_DIED = ("died while rank", "a rank ended while", "Connection closed by peer", "Connection reset by peer")
 
 
 class Trial(NamedTuple):
@@ -132,14 +133,14 @@ def kill(place: str, number: int) -> bool:
     try:
         run_ranks(look_and_save, 2, place, number)
     except RankError as error:
-        ended = DIED in error.detail or "ended while" in error.detail or "onnection" in error.detail
+        ended = any(words in error.detail for words in (DIED, *PEER_DIED))
         if not ended:
             raise
     return any(pathlib.Path(place).glob(".*.partial"))
 
 
 def kill_often(place: str, numbers: range) -> tuple[int, int]:
-    """Run these trials; returns in how many of the kills a save was under way, and the step of the checkpoint that is left."""
+    """Run these trials; returns how many kills met a save, and the step of the checkpoint that is left."""
     unfinished = 0
     for number in numbers:
         unfinished += kill(place, number)
@@ -158,7 +159,9 @@ def main() -> None:
             numbers = range(first, min(first + 20, count))
             more, step = kill_often(place, numbers)
             unfinished += more
-            print(f"{numbers.stop} kills, {unfinished} in the middle of a save: all was whole and right, step {step}")
+            print(
+                f"{numbers.stop} kills, {unfinished} while saving: all was whole and right at step {step}", flush=True
+            )
 
 
 if __name__ == "__main__":
