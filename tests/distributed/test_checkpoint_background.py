@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
+import resource
 import signal
 import threading
 import time
@@ -12,11 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from fullspeed import zero
 from fullspeed.base.errors import CheckpointError
 from fullspeed.checkpoint import writing
 from fullspeed.comm.rendezvous import together
 from tests.distributed.test_checkpoint import STAGES, files, make, same, train, weights
+from tests.models import mlp
 from tests.ranks import RankError, ranks, run_ranks
 
 REAL_WRITE = writing.write_file
@@ -193,3 +197,56 @@ def test_only_so_many_are_kept(rank, world_size, tmp_path):
     assert files(tmp_path / "n1") == ["notes.txt"]
     engine.load_checkpoint(tmp_path, "n4")
     engine.load_checkpoint(tmp_path, "best")
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@ranks(2)
+def test_a_disk_that_fills_up_in_the_middle_of_a_file(rank, world_size, in_background, tmp_path):
+    engine = make(2, model=lambda seed: nn.Sequential(nn.Linear(5, 4000), nn.Tanh(), nn.Linear(4000, 3)))
+    train(engine, 0, 1)
+    save_whole(engine, tmp_path, in_background, "good")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then the write fails as on a full disk
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    with pytest.raises(CheckpointError, match=r"rank 1: OSError: .*File too large"):
+        save_whole(engine, tmp_path, in_background, "next")
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    together(lambda: None, CheckpointError)
+    assert files(tmp_path) == ["good", "latest"]
+    save_whole(engine, tmp_path, in_background, "next")
+    assert files(tmp_path) == ["good", "latest", "next"]
+
+
+def save_whole(engine: Any, folder: pathlib.Path, in_background: bool, tag: str) -> None:
+    engine.save_checkpoint(folder, tag, in_background=in_background)
+    engine.wait_for_checkpoint()
+
+
+@ranks(2)
+def test_wrong_use_fails_on_all_ranks_before_anything_is_written(rank, world_size, tmp_path):
+    engine = make(1, checkpoint={"tag_validation": "Fail", "writer": {"decoupled": True}})
+    together(lambda: rank or (tmp_path / "occupied").write_text(""), CheckpointError)
+    for place, tag, words in (
+        ("occupied", "t", "rank 0: .*occupied"),
+        ("occupied/inner", "t", "rank 0: NotADirectoryError"),
+        ("free", "a/b", "contains a path"),
+        ("free", f"tag{rank}", "different checkpoint tags"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            engine.save_checkpoint(tmp_path / place, tag)
+        engine.wait_for_checkpoint()
+    assert files(tmp_path) == ["occupied"]
+
+
+@ranks(2)
+def test_into_a_model_that_was_sharded_while_it_was_built(rank, world_size, tmp_path):
+    engine = make(1)
+    train(engine, 0, 2)
+    engine.save_checkpoint(tmp_path)
+    with zero.Init():
+        model = mlp(9)
+    other = make(3, model=lambda seed: model)
+    other.load_checkpoint(tmp_path)
+    assert same(weights(engine), weights(other))
+    assert train(engine, 2, 3) == pytest.approx(train(other, 2, 3), rel=1e-6)

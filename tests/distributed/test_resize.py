@@ -9,7 +9,6 @@ from torch import nn
 
 from fullspeed import zero
 from fullspeed.engine.initialize import initialize
-from tests.checkpoint_grid import Point, arrive, leave
 from tests.models import mlp, stack
 from tests.parity.beside import zero_config
 from tests.ranks import run_ranks
@@ -123,12 +122,3 @@ def test_frozen_parameters_move_too(tmp_path: pathlib.Path) -> None:
     first, second = run_ranks(load_frozen, 2, str(tmp_path))
     assert torch.equal(first[0], mlp(0)[0].weight)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-
-
-def test_a_part_of_the_grid(tmp_path: pathlib.Path) -> None:
-    """Other precisions and three ranks; `python -m tests.checkpoint_grid` goes all ways."""
-    origins = [Point(3, 3, "bf16"), Point(2, 1, "fp32")]
-    for origin in origins:
-        leave(origin, tmp_path)
-    for to in (Point(4, 2, "fp32"), Point(3, 0, "bf16"), Point(1, 3, "fp32")):
-        run_ranks(arrive, to.num_ranks, str(tmp_path), to, origins)
