@@ -19,9 +19,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fullspeed.base.errors import CheckpointError, CommError
-from fullspeed.checkpoint import durable
+from fullspeed.checkpoint import durable, writing
 from fullspeed.comm.rendezvous import together
-from fullspeed.engine import checkpointing
 from fullspeed.engine.engine import Engine
 from fullspeed.engine.initialize import initialize
 from tests.models import mlp
@@ -582,21 +581,23 @@ def test_a_full_disk_on_one_rank_fails_all_and_leaves_nothing(rank, world_size, 
     engine.save_checkpoint(tmp_path, "good")
     good = weights(engine)
     train(engine, 1, 2)
-    real = checkpointing.write_tensors
+    real = writing.write_file
 
-    def full(path: pathlib.Path, tensors: Any) -> Any:
+    def full(path: pathlib.Path, parts: Any) -> Any:
+        if path.suffix != ".safetensors":
+            return real(path, parts)
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     for culprit in range(world_size):
         for tag in ("bad", "good"):
             if rank == culprit:
-                checkpointing.write_tensors = full
+                writing.write_file = full
             with pytest.raises(
                 CheckpointError, match=rf"rank {culprit}: OSError: .*No space left on device.*rank_0000{culprit}"
             ):
                 engine.save_checkpoint(tmp_path, tag)
-            checkpointing.write_tensors = real
+            writing.write_file = real
             together(lambda: None, CheckpointError)
             assert files(tmp_path) == ["good", "latest"]
             assert files(tmp_path / "good") == ["data-0", "manifest.json"]

@@ -13,7 +13,7 @@ from tests.models import mlp, stack
 from tests.parity.beside import zero_config
 from tests.ranks import run_ranks
 
-GLOBAL_BATCH = 8
+GLOBAL_BATCH = 12  # for 1, 2, 3 and 4 ranks
 ADAM = ("exp_avg", "exp_avg_sq")
 MOMENTS = {"AdamW": ADAM, "Lamb": ADAM, "Lion": ("exp_avg",), "MuonWithAuxAdam": ()}
 

@@ -42,11 +42,20 @@ def check_tag(tag: object) -> str:
 
 
 def latest_tag(folder: pathlib.Path) -> str | None:
-    """The tag that `latest` names; None when there is no such file."""
+    """The tag that `latest` names; None when there is no such file.
+
+    Raises:
+        CheckpointError: the file is damaged, or the checkpoint it names is not there.
+    """
+    path = folder / LATEST
     try:
-        return check_tag((folder / LATEST).read_text().strip())
+        text = path.read_bytes().decode(errors="replace").strip()
     except FileNotFoundError:
         return None
+    if not text or "/" in text or not (folder / text).is_dir():
+        tags = ", ".join(available_tags(folder)) or "no checkpoint"
+        raise CheckpointError(f"{path} names {text!r}, which is not there; {folder} has {tags}: load one by its tag")
+    return text
 
 
 def write_latest(folder: pathlib.Path, tag: str) -> None:

@@ -83,6 +83,8 @@ class Manifest:
         counters: steps, samples and the like.
         chunks: every saved tensor.
         files: name -> size and checksum.
+        saved_at: seconds since 1970, by rank 0's clock.
+        in_rotation: whether it was made the latest one; only such checkpoints make room for newer ones.
     """
 
     world_size: int
@@ -95,6 +97,8 @@ class Manifest:
     counters: Mapping[str, int] = field(default_factory=dict)
     chunks: tuple[Chunk, ...] = ()
     files: Mapping[str, FileRecord] = field(default_factory=dict)
+    saved_at: float = 0.0
+    in_rotation: bool = True
 
     def to_json(self) -> str:
         """The text of `manifest.json`."""
@@ -109,9 +113,11 @@ class Manifest:
             "counters": dict(self.counters),
             "chunks": [chunk._asdict() for chunk in self.chunks],
             "files": {name: record._asdict() for name, record in self.files.items()},
+            "saved_at": self.saved_at,
+            "in_rotation": self.in_rotation,
         }
         head = {"format": FORMAT, "version": VERSION, "crc32": _checksum(body)}
-        return json.dumps({**head, **body}, indent=1) + "\n"
+        return json.dumps({**head, **body}, indent=1)  # no newline at the end: every byte matters
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Manifest:
@@ -133,6 +139,8 @@ class Manifest:
                 counters=body["counters"],
                 chunks=tuple(Chunk(**{**row, "shape": tuple(row["shape"])}) for row in body["chunks"]),
                 files={name: FileRecord(**row) for name, row in body["files"].items()},
+                saved_at=body["saved_at"],
+                in_rotation=body["in_rotation"],
             )
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"{where} lacks or misuses an entry: {error}") from error
@@ -142,7 +150,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     try:
         whole = json.loads(text)
     except ValueError as error:
-        raise CheckpointError(f"{where} is torn or was edited: {error}; choose another tag") from error
+        raise CheckpointError(f"{where} is torn or was edited: {error}") from error
     if not isinstance(whole, dict) or whole.get("format") != FORMAT:
         raise CheckpointError(f"{where} is not the manifest of a FullSpeed checkpoint")
     if whole["version"] != VERSION:
@@ -152,7 +160,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
         )
     body = {name: value for name, value in whole.items() if name not in ("format", "version", "crc32")}
     if whole.get("crc32") != _checksum(body):
-        raise CheckpointError(f"{where} does not match its own checksum: it is torn or was edited; choose another tag")
+        raise CheckpointError(f"{where} does not match its own checksum: it is torn or was edited")
     return body
 
 

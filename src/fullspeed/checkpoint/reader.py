@@ -13,6 +13,7 @@ import torch
 from fullspeed.base.errors import CheckpointError
 from fullspeed.checkpoint.durable import checksum
 from fullspeed.checkpoint.folder import MANIFEST, available_tags
+from fullspeed.checkpoint.inventory import advice
 from fullspeed.checkpoint.manifest import OPTIMIZER, Chunk, Manifest
 from fullspeed.checkpoint.objects import unpack
 from fullspeed.checkpoint.tensor_file import TensorFile
@@ -27,15 +28,18 @@ class CheckpointReader:
     def __init__(self, folder: pathlib.Path, tag: str, rank: int) -> None:
         self._rank = rank
         self._files: dict[str, TensorFile] = {}
-        self._tag = tag
+        self._folder, self._tag = folder, tag
         path = folder / tag / MANIFEST
         try:
-            text = path.read_text()
+            text = path.read_bytes().decode(errors="replace")
         except FileNotFoundError:
             tags = ", ".join(available_tags(folder)) if folder.is_dir() else ""
             where = f"{folder} has {tags or 'no checkpoint'}"
             raise CheckpointError(f"there is no checkpoint {tag!r}: {path} does not exist; {where}") from None
-        self.manifest = Manifest.from_json(text, str(path))
+        try:
+            self.manifest = Manifest.from_json(text, str(path))
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {advice(folder, tag)}") from error
         self._data = folder / tag / self.manifest.data
         self._chunks: dict[tuple[str, str], list[Chunk]] = {}
         self._kinds: dict[str, dict[str, None]] = {}  # of each name, in order
@@ -58,15 +62,15 @@ class CheckpointReader:
         for index, (name, record) in enumerate(sorted(self.manifest.files.items())):
             path = self._data / name
             if not path.exists():
-                raise CheckpointError(f"{path} is missing from checkpoint {self._tag!r}; load another tag")
+                raise CheckpointError(f"{path} is missing from checkpoint {self._tag!r}; {self._advice()}")
             nbytes = path.stat().st_size
             if nbytes != record.nbytes:
                 raise CheckpointError(
-                    f"{path} is torn: it has {nbytes} bytes and was written with {record.nbytes}; load another tag"
+                    f"{path} is torn: it has {nbytes} bytes and was written with {record.nbytes}; {self._advice()}"
                 )
             if index % world_size == self._rank and checksum(path) != record.crc32:
                 raise CheckpointError(
-                    f"{path} is corrupted: its checksum is not the one it was written with; load another tag"
+                    f"{path} is corrupted: its checksum is not the one it was written with; {self._advice()}"
                 )
 
     def resolve(self, fqn: str) -> str:
@@ -128,6 +132,9 @@ class CheckpointReader:
         """The state in one file that is not tensors."""
         return unpack(self._data / name)
 
+    def _advice(self) -> str:
+        return advice(self._folder, self._tag)
+
     def _part(self, chunk: Chunk, start: int, stop: int) -> torch.Tensor:
         path = self._data / chunk.file
         try:
@@ -135,4 +142,4 @@ class CheckpointReader:
                 self._files[chunk.file] = TensorFile(path)
             return self._files[chunk.file].elements(chunk.key, start - chunk.start, stop - chunk.start)
         except (CheckpointError, OSError, KeyError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}; load another tag") from error
+            raise CheckpointError(f"{path} cannot be read: {error}; {self._advice()}") from error

@@ -36,6 +36,35 @@ def dtype_name(tensor: torch.Tensor, what: str) -> str:
     return name
 
 
+class FilePlan(NamedTuple):
+    """The bytes of a safetensors file, before they are written."""
+
+    head: bytes  # everything in front of the tensors
+    tensors: list[torch.Tensor]  # in the order in which they follow, without gaps
+    nbytes: int  # of the whole file
+
+
+def plan_file(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> FilePlan:
+    """Lay out a file for tensors of any device and stride; `metadata` goes into its header."""
+    # Widest first, so that every tensor starts at a multiple of its element's size.
+    keys = sorted(tensors, key=lambda key: -tensors[key].element_size())
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for key in keys:
+        tensor = tensors[key]
+        end = offset + tensor.nbytes
+        header[key] = {
+            "dtype": dtype_name(tensor, key),
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    head = len(text).to_bytes(8, "little") + text
+    return FilePlan(head, [tensors[key] for key in keys], len(head) + offset)
+
+
 def write_tensors(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
     """Write tensors of any device and stride to a safetensors file that is on the disk when this returns."""
     return write_file(path, tensor_parts(tensors))
@@ -45,29 +74,13 @@ def tensor_parts(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file, a tensor at a time; `metadata` goes into its header."""
-    # Widest first, so that every tensor starts at a multiple of its element's size.
-    keys = sorted(tensors, key=lambda key: -tensors[key].element_size())
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset = 0
-    for key in keys:
-        tensor = tensors[key]
-        end = offset + tensor.numel() * tensor.element_size()
-        header[key] = {
-            "dtype": dtype_name(tensor, key),
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-    yield len(text).to_bytes(8, "little")
-    yield text
-    for key in keys:
-        if tensors[key].numel():
-            yield _bytes_of(tensors[key])
+    plan = plan_file(tensors, metadata)
+    yield plan.head
+    yield from (bytes_of(tensor) for tensor in plan.tensors if tensor.numel())
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A tensor's elements as bytes; of its own memory where that is contiguous and on the host."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 

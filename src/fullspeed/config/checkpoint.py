@@ -28,7 +28,7 @@ class Writer(Section):
     io_buffer_double: bool = Field(True, description="Fill one buffer while the other is written.")
     show_statistics: bool = Field(False, description="Print speed after each file.")
     data_parallel: Literal["replica", "socket", "machine"] | None = Field(None, description="Ranks that share a file.")
-    decoupled: bool = Field(False, description="Write in another process, commit at the next update.")
+    decoupled: bool = Field(False, description="Write in the background while training goes on.")
     io_multiplier: Positive = Field(1, description="Writers per rank.")
 
 
@@ -48,6 +48,9 @@ class Checkpoint(Section):
     parallel_write: ParallelWrite = Field(default_factory=ParallelWrite, description="Who writes what.")
     checkpoint_serialization: bool = Field(True, description="Zip container; false is torch's old format.")
     writer: Writer | None = Field(None, description="How bytes reach the disk.")
+    keep_last: Positive | None = Field(
+        None, description="Checkpoints to keep of those that were the latest; older ones are removed after a save."
+    )
     save_on_signal: Annotated[str, Field(min_length=1)] | Literal[False] = Field(
         False, description="Directory to save in, before leaving, when SIGTERM or SIGINT asks the job to end."
     )
@@ -65,7 +68,7 @@ class Nebula(Section):
 
 
 class DataStates(Section):
-    """The DataStates checkpoint engine; the block's presence enables it."""
+    """The DataStates checkpoint engine; the block's presence has checkpoints written in the background."""
 
     model_config = ConfigDict(extra="allow")
 

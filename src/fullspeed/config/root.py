@@ -134,6 +134,12 @@ class Config(Section):
 
     _unresolved: tuple[str, ...] = PrivateAttr(default=())
 
+    @property
+    def saves_in_background(self) -> bool:
+        """Whether a checkpoint is written while training goes on, unless the call says otherwise."""
+        writer = self.checkpoint.writer
+        return self.datastates_ckpt is not None or (writer is not None and writer.decoupled)
+
     def precision_dtype(self) -> Literal["fp32", "fp16", "bf16"]:
         """The format parameters are trained in."""
         if self.bf16.enabled:

@@ -164,6 +164,12 @@ RULES: tuple[Rule, ...] = (
          and not (c.activation_checkpointing.partition_activations
                   and c.activation_checkpointing.number_checkpoints),
          "needs partition_activations and number_checkpoints", "set all three"),
+    Rule(("checkpoint.layout", "checkpoint.writer.decoupled", "datastates_ckpt"),
+         lambda c: c.checkpoint.layout == "deepspeed" and c.saves_in_background,
+         "this layout is not written in the background", "set checkpoint.layout to fullspeed and convert afterwards"),
+    Rule(("checkpoint.layout", "checkpoint.keep_last"),
+         lambda c: c.checkpoint.layout == "deepspeed" and c.checkpoint.keep_last is not None,
+         "checkpoints of this layout are not removed", "remove checkpoint.keep_last"),
     Rule(("elasticity.enabled", "elasticity.ignore_non_elastic_batch_info", "train_batch_size"),
          lambda c: c.elasticity.enabled and not c.elasticity.ignore_non_elastic_batch_info
          and any((c.train_batch_size, c.train_micro_batch_size_per_gpu, c.gradient_accumulation_steps)),

@@ -1,59 +1,35 @@
-"""The engine's checkpoint methods: collect, write, agree, commit; find, verify, compare, restore.
-
-Files in the data folder of a checkpoint (see `checkpoint.folder` and `checkpoint.manifest`):
-
-    rank_00000.safetensors   this rank's chunks
-    rank_00000.pt            this rank's random generators
-    client_00000.pt          client state; of another rank only where it differs from rank 0's
-    common.pt                param groups, optimizer entries that are no tensors, loss scale, lr schedule, extra state
-                             of modules
-"""
+"""The engine's checkpoint methods: collect, write, agree, commit; find, verify, compare, restore."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import functools
 import logging
 import pathlib
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from fullspeed.base.errors import CheckpointError
 from fullspeed.base.log import log_dist
-from fullspeed.checkpoint.durable import sync_folder, write_file
-from fullspeed.checkpoint.folder import PendingCheckpoint, check_tag, write_latest
-from fullspeed.checkpoint.manifest import Chunk, FileRecord, Manifest
-from fullspeed.checkpoint.objects import pack
+from fullspeed.checkpoint.folder import PendingCheckpoint, check_tag
 from fullspeed.checkpoint.open import default_tag, open_checkpoint
-from fullspeed.checkpoint.rng import restore_rng_state, rng_state
+from fullspeed.checkpoint.rng import restore_rng_state
 from fullspeed.checkpoint.saved import COMMON, SavedState, client_file
-from fullspeed.checkpoint.tensor_file import write_tensors
+from fullspeed.checkpoint.staging import StagingBuffer
+from fullspeed.checkpoint.tensor_file import tensor_parts
+from fullspeed.checkpoint.writing import Writing
 from fullspeed.comm import get_rank, get_world_size
 from fullspeed.comm.rendezvous import rendezvous, together
+from fullspeed.data.loader import PositionedLoader
 from fullspeed.engine import collect, restore
+from fullspeed.engine.background import BackgroundSave
 from fullspeed.engine.module_state import ModuleState
+from fullspeed.engine.snapshot import Offer, Share, Snapshot, rank_file, tensor_file
 
 if TYPE_CHECKING:
     import torch
 
     from fullspeed.sharding.optimizer import ShardedOptimizer
-
-
-class _Offer(NamedTuple):
-    """What ranks tell one another before a save."""
-
-    folder: str
-    tag: str
-    buffers: dict[str, bytes]  # digest of each
-    client_state: bytes  # digest
-
-
-class _Written(NamedTuple):
-    """What one rank has written."""
-
-    chunks: list[Chunk]
-    files: dict[str, FileRecord]
-    optimizer_values: dict[str, dict[str, Any]]  # by parameter: entries of the optimizer's state that are no tensors
 
 
 class Checkpointing(ModuleState):
@@ -66,9 +42,14 @@ class Checkpointing(ModuleState):
     global_samples: int
     micro_steps: int
     skipped_steps: int
+    dp_world_size: int
     _num_backwards: int
     _num_micro_steps: int
     _loss_is_scaled: bool
+    training_dataloader: Any
+    _batches: Any
+    _background: BackgroundSave
+    _staging: StagingBuffer
 
     # --------------------------------------------------------------------- save
 
@@ -79,6 +60,8 @@ class Checkpointing(ModuleState):
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        *,
+        in_background: bool | None = None,
     ) -> bool:
         """Save everything a resumed run needs. Collective: every rank must call it.
 
@@ -94,57 +77,94 @@ class Checkpointing(ModuleState):
                 Tensors, numbers, strings, and lists, tuples and dicts of them.
             save_latest: make it the one `load_checkpoint` takes by default.
             exclude_frozen_parameters: leave out parameters that do not require gradients.
+            in_background: return as soon as the state is copied, and write the copy while training goes on; the
+                checkpoint appears when it is written. By default as the configuration says. See
+                `wait_for_checkpoint`.
 
         Returns:
             True.
 
         Raises:
             CheckpointError: on every rank with the first cause, when any rank could not save; nothing is left
-                behind.
+                behind. Also when an earlier save failed in the background.
             CommError: some ranks did not call it; names them.
         """
         group = self.data_parallel_group
         rank = get_rank(group)
         rendezvous("save_checkpoint", group)
-        packed: dict[str, bytes] = {}
+        self._background.wait()
+        snapshot = Snapshot(self, exclude_frozen=exclude_frozen_parameters)
 
-        def offer() -> _Offer:
-            packed["client_state"] = pack({"client_state": dict(client_state or {})})
+        def offer() -> Offer:
             name = check_tag(f"global_step{self.global_steps}" if tag is None else tag)
-            digests = collect.buffer_digests(collect.named_state(self.module, self.runtime))
-            return _Offer(str(save_dir), name, digests, hashlib.sha256(packed["client_state"]).digest())
+            return snapshot.offer(str(save_dir), name, client_state or {})
 
         offers = together(offer, CheckpointError, group)
         folder, name = self._agree_place(offers)
         self._warn_of_unfinished_accumulation()
-        generations = together(
-            lambda: PendingCheckpoint.prepare(folder, name).generation if rank == 0 else 0,
-            CheckpointError,
-            group,
-        )
-        pending = PendingCheckpoint(folder, name, generations[0])
+        use_thread = self._config.saves_in_background if in_background is None else in_background
+
+        def begin() -> tuple[int, Share]:
+            number = PendingCheckpoint.prepare(folder, name).generation if rank == 0 else 0
+            return number, snapshot.share(offers)
+
+        pending = PendingCheckpoint(folder, name, 0)
         try:
-            parts = together(
-                lambda: self._write(pending, offers, packed["client_state"], exclude_frozen_parameters),
-                CheckpointError,
-                group,
-            )
-            common = together(lambda: self._write_common(pending, parts) if rank == 0 else {}, CheckpointError, group)[
-                0
-            ]
-            manifest = self._manifest(pending, parts, common, exclude_frozen_parameters)
-            together(lambda: pending.commit(manifest) if rank == 0 else None, CheckpointError, group)
+            begun = together(begin, CheckpointError, group)
+            pending = PendingCheckpoint(folder, name, begun[0][0])
+            self._write(snapshot, [share for _, share in begun], pending, save_latest, use_thread)
         except BaseException:
             if rank == 0:
                 with contextlib.suppress(OSError):  # the cause is more telling
                     pending.discard()
             raise
-        if save_latest:
-            together(lambda: write_latest(folder, name) if rank == 0 else None, CheckpointError, group)
-        log_dist(f"saved checkpoint {pending.final}")
         return True
 
-    def _agree_place(self, offers: list[_Offer]) -> tuple[pathlib.Path, str]:
+    def wait_for_checkpoint(self) -> None:
+        """Return when a checkpoint being written in the background has appeared. Collective.
+
+        Saving, loading and `destroy` wait by themselves, and so does the end of the program. A rank that could not
+        write is reported by the next `step` at a boundary, or by the next of these calls.
+
+        Raises:
+            CheckpointError: on every rank, with the cause: it could not be written.
+        """
+        self._background.wait()
+
+    def _write(
+        self, snapshot: Snapshot, shares: list[Share], pending: PendingCheckpoint, save_latest: bool, use_thread: bool
+    ) -> None:
+        group = self.data_parallel_group
+        rank = get_rank(group)
+        contents: dict[str, Callable[[], Iterable[bytes | memoryview]]] = {}
+
+        def gather_contents() -> None:
+            if rank == 0:
+                snapshot.add_common(shares)
+            contents.update({name: functools.partial(iter, [data]) for name, data in snapshot.objects.items()})
+            parts: Callable[[], Iterable[bytes | memoryview]] = functools.partial(tensor_parts, snapshot.tensors)
+            if use_thread:
+                parts = functools.partial(iter, [self._staging.fill(snapshot.tensors)])
+            contents[tensor_file(rank)] = parts
+
+        together(gather_contents, CheckpointError, group)
+        settings = self._config.checkpoint
+        writing = Writing(
+            pending=pending,
+            manifest=snapshot.manifest(pending.data_name, shares, in_rotation=save_latest),
+            rank=rank,
+            contents=contents,
+            keep_last=settings.keep_last,
+            shows_speed=settings.writer is not None and settings.writer.show_statistics,
+        )
+        if use_thread:
+            self._background.begin(writing)
+            return
+        files = together(writing.write, CheckpointError, group)
+        everything = {name: record for each in files for name, record in each.items()}
+        together(lambda: writing.commit(everything) if rank == 0 else None, CheckpointError, group)
+
+    def _agree_place(self, offers: list[Offer]) -> tuple[pathlib.Path, str]:
         first = offers[0]
         if any(offer.folder != first.folder for offer in offers):
             said = ", ".join(f"rank {rank}: {offer.folder!r}" for rank, offer in enumerate(offers))
@@ -164,77 +184,6 @@ class Checkpointing(ModuleState):
                 "gradients accumulated since the last update are not saved; a resumed run repeats their micro-batches",
                 level=logging.WARNING,
             )
-
-    def _write(
-        self, pending: PendingCheckpoint, offers: list[_Offer], client_state: bytes, exclude_frozen: bool
-    ) -> _Written:
-        """Write this rank's files."""
-        rank = get_rank(self.data_parallel_group)
-        name = f"rank_{rank:05d}"
-        state = collect.named_state(self.module, self.runtime)
-        mine, first = offers[rank], offers[0]
-        collector = collect.Collector(rank, f"{name}.safetensors")
-        collector.add_weights(self.runtime, exclude_frozen=exclude_frozen)
-        collector.add_unmanaged(state, self.runtime, exclude_frozen=exclude_frozen)
-        collector.add_buffers(state, {fqn for fqn in mine.buffers if mine.buffers[fqn] != first.buffers.get(fqn)})
-        values = {} if self.optimizer is None else collector.add_optimizer(self.optimizer)
-        contents = {_rank_file(rank): pack({"rng": rng_state(self.device)})}
-        if rank == 0:
-            contents[client_file(0)] = client_state
-        elif mine.client_state != first.client_state:
-            contents[client_file(rank)] = client_state
-        pending.data.mkdir(parents=True, exist_ok=True)
-        files = {
-            f"{name}.safetensors": write_tensors(
-                pending.data / f"{name}.safetensors",
-                {chunk.key: tensor for chunk, tensor in collector.tensors.items()},
-            )
-        }
-        for file, data in contents.items():
-            files[file] = write_file(pending.data / file, [data])
-        sync_folder(pending.data)
-        return _Written(list(collector.tensors), files, values)
-
-    def _write_common(self, pending: PendingCheckpoint, parts: list[_Written]) -> dict[str, FileRecord]:
-        """Write what is the same on every rank."""
-        state: dict[str, Any] = {"extra_state": collect.extra_states(self.module)}
-        if self.optimizer is not None:
-            state["param_groups"] = collect.optimizer_groups(self.optimizer)
-            # Whoever owned a part of a parameter has its entries, and they are equal.
-            state["optimizer_values"] = {fqn: row for part in parts for fqn, row in part.optimizer_values.items()}
-            state["loss_scale"] = dict(self.optimizer.loss_scaler.state_dict())
-        if hasattr(self.lr_scheduler, "state_dict"):
-            state["lr_scheduler"] = self.lr_scheduler.state_dict()
-        record = write_file(pending.data / COMMON, [pack(state)])
-        sync_folder(pending.data)
-        return {COMMON: record}
-
-    def _manifest(
-        self,
-        pending: PendingCheckpoint,
-        parts: list[_Written],
-        common: Mapping[str, FileRecord],
-        exclude_frozen: bool,
-    ) -> Manifest:
-        state = collect.named_state(self.module, self.runtime)
-        return Manifest(
-            world_size=len(parts),
-            stage=self._config.zero_optimization.stage,
-            optimizer=None if self.optimizer is None else type(self.optimizer.optimizer).__name__,
-            data=pending.data_name,
-            params=collect.param_records(state, self.runtime, exclude_frozen=exclude_frozen),
-            aliases=state.aliases,
-            buffers={fqn: tuple(buffer.shape) for fqn, buffer in state.buffers.items()},
-            counters={
-                "global_steps": self.global_steps,
-                "global_samples": self.global_samples,
-                # As of the last update: what came after it is not saved.
-                "micro_steps": self.micro_steps - self._num_micro_steps,
-                "skipped_steps": self.skipped_steps,
-            },
-            chunks=tuple(chunk for part in parts for chunk in part.chunks),
-            files={**{name: record for part in parts for name, record in part.files.items()}, **common},
-        )
 
     # --------------------------------------------------------------------- load
 
@@ -279,6 +228,7 @@ class Checkpointing(ModuleState):
         group = self.data_parallel_group
         rank, world_size = get_rank(group), get_world_size(group)
         rendezvous("load_checkpoint", group)
+        self._background.wait()
         folder = pathlib.Path(load_dir)
         name = self._find_tag(folder, tag)
         if name is None:
@@ -364,7 +314,7 @@ class Checkpointing(ModuleState):
         if with_optimizer:
             assert self.optimizer is not None
             restore.write_optimizer(self.optimizer, reader, common)
-            self._restore_generators(reader)
+        self._restore_rank_state(reader, with_generators=with_optimizer)
         if with_scheduler and hasattr(self.lr_scheduler, "load_state_dict"):
             if "lr_scheduler" in common:
                 self.lr_scheduler.load_state_dict(common["lr_scheduler"])
@@ -372,13 +322,21 @@ class Checkpointing(ModuleState):
                 log_dist("the checkpoint has no lr schedule; this engine's stays as it is", level=logging.WARNING)
         self._restore_counters(reader.manifest.counters)
 
-    def _restore_generators(self, reader: SavedState) -> None:
-        saved, now = reader.manifest.world_size, get_world_size(self.data_parallel_group)
-        own = _rank_file(get_rank(self.data_parallel_group))
-        if own not in reader.manifest.files and saved == now:
+    def _restore_rank_state(self, reader: SavedState, *, with_generators: bool) -> None:
+        rank, saved, now = get_rank(self.data_parallel_group), reader.manifest.world_size, self.dp_world_size
+        name = rank_file(rank if saved == now else 0)
+        if name not in reader.manifest.files:
             log_dist("the checkpoint has no random generators: they stay as they are")
-        elif saved == now:
-            restore_rng_state(reader.objects(own)["rng"], self.device)
+            return
+        own = reader.objects(name)
+        if "data" in own and isinstance(self.training_dataloader, PositionedLoader):
+            # Before the generators: finding the place in the data may draw from them.
+            self.training_dataloader.load_state_dict(own["data"])
+            self._batches = None
+        if not with_generators:
+            return
+        if saved == now:
+            restore_rng_state(own["rng"], self.device)
         else:
             log_dist(f"random generators of {_ranks(saved)} do not fit {_ranks(now)}: they stay as they are")
 
@@ -400,8 +358,3 @@ class Checkpointing(ModuleState):
 
 def _ranks(count: int) -> str:
     return f"{count} rank" if count == 1 else f"{count} ranks"
-
-
-def _rank_file(rank: int) -> str:
-    """File of what only this rank needs again."""
-    return f"rank_{rank:05d}.pt"

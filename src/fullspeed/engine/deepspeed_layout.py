@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
-from fullspeed.base.errors import CheckpointError
+from fullspeed.base.errors import CheckpointError, UsageError
 from fullspeed.base.log import log_dist
 from fullspeed.checkpoint.deepspeed.write import DeepSpeedWriter, Target
 from fullspeed.checkpoint.durable import sync_folder
@@ -36,11 +36,19 @@ class LayoutCheckpointing(Checkpointing):
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
-        **how: Any,
+        *,
+        in_background: bool | None = None,
     ) -> bool:
-        """See `Checkpointing.save_checkpoint`; `how` goes to it."""
+        """See `Checkpointing.save_checkpoint`. DeepSpeed's layout cannot be written in the background: UsageError."""
         if self._config.checkpoint.layout == "fullspeed":
-            return super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters, **how)
+            return super().save_checkpoint(
+                save_dir, tag, client_state, save_latest, exclude_frozen_parameters, in_background=in_background
+            )
+        if in_background:
+            raise UsageError(
+                "DeepSpeed's layout cannot be written in the background; leave in_background out, or set "
+                "checkpoint.layout to fullspeed and convert afterwards"
+            )
         group = self.data_parallel_group
         rank = get_rank(group)
         rendezvous("save_checkpoint", group)
@@ -68,7 +76,9 @@ class LayoutCheckpointing(Checkpointing):
 
         try:
             together(lambda: shutil.rmtree(staging, ignore_errors=True) if rank == 0 else None, CheckpointError, group)
-            super().save_checkpoint(str(staging), tag, client_state, False, exclude_frozen_parameters, **how)
+            super().save_checkpoint(
+                str(staging), tag, client_state, False, exclude_frozen_parameters, in_background=False
+            )
             together(convert, CheckpointError, group)
             together(lambda: put_in_place() if rank == 0 else None, CheckpointError, group)
         finally:

@@ -13,10 +13,12 @@ from torch.optim import Optimizer
 from fullspeed.base import env
 from fullspeed.base.errors import UsageError
 from fullspeed.base.log import log_dist
+from fullspeed.checkpoint.staging import StagingBuffer
 from fullspeed.comm import Group, get_rank, get_world_group, get_world_size, trim_shared_memory
 from fullspeed.config import Batch, Config
 from fullspeed.engine import python_gc
 from fullspeed.engine.accessors import ConfigAccessors
+from fullspeed.engine.background import BackgroundSave
 from fullspeed.engine.batches import Batches
 from fullspeed.engine.changes import Changes
 from fullspeed.engine.deepspeed_layout import LayoutCheckpointing
@@ -77,9 +79,10 @@ class Engine(ConfigAccessors, LayoutCheckpointing, Batches, Changes, Watched, nn
         self._step_applied = False
         self._watch = Watch(config, self, dp_group, self.global_rank)
         self._batches = self._post_process = None
+        self._background, self._staging = BackgroundSave(dp_group), StagingBuffer(device)
         self._is_destroyed = False
         folder = config.checkpoint.save_on_signal if optimizer is not None else False
-        self._saver = SaveOnSignal(lambda: self.save_checkpoint(folder)) if folder else None
+        self._saver = SaveOnSignal(lambda: self.save_checkpoint(folder, in_background=False)) if folder else None
         runtime.on_plain_backward = self._before_plain_backward
         if optimizer is not None:
             optimizer.before_new_group = self._before_new_param_group
@@ -249,6 +252,7 @@ class Engine(ConfigAccessors, LayoutCheckpointing, Batches, Changes, Watched, nn
             self._step_applied = True
             self._step_scheduler(lr_kwargs)
         self._report(samples)
+        self._background.poll()
         if self._saver is not None:
             self._saver.at_boundary()
 
@@ -341,15 +345,16 @@ class Engine(ConfigAccessors, LayoutCheckpointing, Batches, Changes, Watched, nn
         return 0
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes this rank holds now: params, secondary, grads, master, optimizer, live; and the peak of live so far.
+        """Bytes this rank holds now, by name; and the peak of `live` so far.
 
-        `secondary` is hpZ's second copy of shards, `live` are whole values that exist only around their use (gathered,
-        or widened for compute).
+        `secondary` is hpZ's second copy of shards, `staging` what background saves write from, `live` are whole values
+        that exist only around their use (gathered, or widened for compute).
         """
         totals = {"params": 0, "secondary": 0, "grads": 0, "master": 0, "live": 0}
         for group in self.runtime.groups:
             for name, nbytes in group.nbytes().items():
                 totals[name] += nbytes
+        totals["staging"] = self._staging.nbytes
         totals["optimizer"] = 0 if self.optimizer is None else self.optimizer.nbytes()
         totals["peak_live"] = self.runtime.gatherer.peak_live_bytes
         return totals
@@ -394,6 +399,7 @@ class Engine(ConfigAccessors, LayoutCheckpointing, Batches, Changes, Watched, nn
         trim_shared_memory()
         if self._config.disable_python_gc:
             python_gc.let_go()
+        self._background.wait()
 
     def __getattr__(self, name: str) -> Any:
         try:

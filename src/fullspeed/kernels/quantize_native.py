@@ -39,7 +39,7 @@ def dequantize_sum_with(instruction_set: int, messages: torch.Tensor, out: torch
     numel, run = out.shape[1], require().functions.fs_dequantize_sum
     blocks = BlocksStruct(DTYPES[out.dtype], form.bits, form.block, numel)
     for row, of_row in zip(out, messages.unbind(1), strict=True):
-        parts = (MessageStruct * len(of_row))(*(_parts(message, numel, form) for message in of_row))
+        parts = (MessageStruct * len(of_row))(*(MessageStruct(*_parts(message, numel, form)) for message in of_row))
         code = run(blocks, parts, len(of_row), row.data_ptr(), torch.get_num_threads(), instruction_set)
         assert code == 0, out.dtype
 

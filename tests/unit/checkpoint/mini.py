@@ -21,7 +21,7 @@ def values(seed: int) -> torch.Tensor:
     return torch.arange(20, dtype=torch.float32) + 1000 * seed
 
 
-def save(folder: pathlib.Path, tag: str, seed: int, cuts: tuple[int, ...] = (0, 7, 20)) -> None:
+def save(folder: pathlib.Path, tag: str, seed: int, cuts: tuple[int, ...] = (0, 7, 20), saved_at: float = 0.0) -> None:
     """Write `values(seed)` as parameter "w", one file per stretch between two cuts."""
     pending = PendingCheckpoint.prepare(folder, tag)
     chunks, files = [], {}
@@ -32,7 +32,10 @@ def save(folder: pathlib.Path, tag: str, seed: int, cuts: tuple[int, ...] = (0, 
         chunks.append(chunk)
     files["common.pt"] = write_file(pending.data / "common.pt", [pack({"seed": seed})])
     params = (ParamRecord("w", SHAPE, "float32", True, True),)
-    pending.commit(Manifest(len(chunks), 1, None, pending.data_name, params=params, chunks=tuple(chunks), files=files))
+    manifest = Manifest(
+        len(chunks), 1, None, pending.data_name, params=params, chunks=tuple(chunks), files=files, saved_at=saved_at
+    )
+    pending.commit(manifest)
     write_latest(folder, tag)
 
 
