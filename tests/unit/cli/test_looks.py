@@ -29,7 +29,7 @@ def test_report_as_json_says_the_same_and_names_kernels(capsys: pytest.CaptureFi
     assert code == 0
     assert rows["torch"] == torch.__version__
     assert rows["tensorboard"] != "not installed"
-    assert rows["kernel quantize"].startswith(("torch (", "triton ("))
+    assert rows["kernel quantize"].startswith(("native (", "torch (", "triton ("))
     assert rows["kernel optimizer_update"].startswith(
         "native (" if rows["native library"][:6] == "loaded" else "torch ("
     )

@@ -14,7 +14,8 @@ SOURCE = Path(fullspeed.__file__).parent
 
 
 def test_no_code_reads_what_is_called_unread() -> None:
-    files = [file for file in SOURCE.rglob("*.py") if "config" not in file.parts and file.name != "accessors.py"]
+    names_alone = {"config", "compat"}  # which lists DeepSpeed's modules, some called as a section
+    files = [file for file in SOURCE.rglob("*.py") if not names_alone & set(file.parts) and file.name != "accessors.py"]
     assert len(files) > 50
     text = "\n".join(file.read_text() for file in files)
     read = [path for path in UNREAD if re.search(rf"[\w)]\.{path.rsplit('.', 1)[-1]}\b", text)]

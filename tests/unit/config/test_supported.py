@@ -29,7 +29,6 @@ DISK = {"device": "nvme", "nvme_path": "/tmp"}
         ({"pipeline": {"stages": 2}}, "pipeline"),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
-        ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal"),
         ({"checkpoint": {"writer": {"type": "mock"}}}, "checkpoint.writer.type"),
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention"),
         ({"sparse_gradients": True}, "sparse_gradients"),

@@ -104,6 +104,7 @@ def test_as_many_gradients_are_expected_as_came_in_the_pass_before() -> None:
     for is_complete in ([False, False], [False, True]):
         reductions.begin_pass()
         assert [reductions.arrived(groups[0]) for _ in is_complete] == is_complete
+        reductions.expect_alike()
         reductions.launch_remaining()
         reductions.finish_pass()
     assert begun(events) == [0, 0]
