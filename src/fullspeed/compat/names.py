@@ -34,9 +34,9 @@ REMEDIES: Mapping[str, str] = {
     "compression": "leave compression out",
     "data efficiency": "leave the curriculum out",
     "optimized linear layers": "use the PEFT library, which works at every stage",
-    "checkpoint conversion": "use engine.save_16bit_model, or module_state_dict, from a run that loads the checkpoint",
+    "checkpoint conversion": "use the functions of deepspeed.utils.zero_to_fp32, or fullspeed convert",
     "transformer kernels": "use torch.nn.functional.scaled_dot_product_attention and torch.compile",
-    "file I/O": "read and write with torch.save and torch.load",
+    "file I/O": "use AsyncIOBuilder, which reads into host memory",
     "elastic agent": "start the job with --elastic_training",
     "tuning arguments": "write the schedule into the configuration's scheduler section",
 }
@@ -103,10 +103,21 @@ _OURS: tuple[tuple[str, str, str], ...] = (
         "fullspeed.planning.elasticity",
         "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config",
     ),
+    ("checkpoint.ds_to_universal", f"{_ADAPTERS}.conversion", "main"),
+    (
+        "utils.zero_to_fp32",
+        "fullspeed.checkpoint.convert",
+        "convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict "
+        "get_fp32_state_dict_from_zero_checkpoint get_model_state_file get_optim_files "
+        "load_state_dict_from_zero_checkpoint",
+    ),
     ("launcher.runner", f"{_ADAPTERS}.constants", "DEEPSPEED_ENVIRONMENT_NAME DLTS_HOSTFILE"),
     ("monitor.monitor", "fullspeed.monitor.monitor", "MonitorMaster=Monitor"),
+    ("ops.aio", f"{_ADAPTERS}.builders", "AsyncIOBuilder"),
+    ("ops.op_builder", f"{_ADAPTERS}.builders", "AsyncIOBuilder"),
     ("ops.adagrad", f"{_ADAPTERS}.optimizers", "DeepSpeedCPUAdagrad"),
-    ("ops.adam", f"{_ADAPTERS}.optimizers", "DeepSpeedCPUAdam FusedAdam"),
+    ("ops.adam", f"{_ADAPTERS}.optimizers", "FusedAdam"),
+    ("ops.adam", "fullspeed.optim.cpu", "DeepSpeedCPUAdam"),
     ("ops.lamb", f"{_ADAPTERS}.optimizers", "FusedLamb"),
     ("ops.lion", f"{_ADAPTERS}.optimizers", "DeepSpeedCPULion FusedLion"),
     ("profiling.flops_profiler", "fullspeed.monitor.flops_profiler", "FlopsProfiler get_model_profile"),
@@ -237,7 +248,6 @@ _WAITING: tuple[tuple[str, str, str], ...] = (
     ("", "transformer kernels", "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"),
     ("", "tuning arguments", "add_tuning_arguments"),
     ("checkpoint", "checkpoint conversion", "DeepSpeedCheckpoint ZeROCheckpoint"),
-    ("checkpoint.ds_to_universal", "checkpoint conversion", "main"),
     ("compression.compress", "compression", "init_compression redundancy_clean"),
     ("elasticity", "elastic agent", "DSElasticAgent"),
     ("inference.engine", "inference", "InferenceEngine"),
@@ -248,8 +258,7 @@ _WAITING: tuple[tuple[str, str, str], ...] = (
     ("moe.utils", "mixture of experts", "configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group "
      "split_params_into_different_moe_groups_for_optimizer"),
     ("ops.adam", "ZenFlow", "ZenFlowCPUAdam ZenFlowSelectiveAdamW"),
-    ("ops.aio", "file I/O", "AsyncIOBuilder"),
-    ("ops.op_builder", "file I/O", "AsyncIOBuilder GDSBuilder"),
+    ("ops.op_builder", "file I/O", "GDSBuilder"),
     ("ops.deepspeed4science", "transformer kernels", "DS4Sci_EvoformerAttention"),
     ("ops.sparse_attention", "transformer kernels", "BSLongformerSparsityConfig BertSparseSelfAttention "
      "BigBirdSparsityConfig DenseSparsityConfig FixedSparsityConfig SparseAttentionUtils SparseSelfAttention "
@@ -282,9 +291,6 @@ _WAITING: tuple[tuple[str, str, str], ...] = (
     ("utils.groups", "tensor parallelism", "get_model_parallel_group get_tensor_model_parallel_group"),
     ("utils.groups", "mixture of experts", "_create_expert_and_data_parallel _get_expert_data_parallel_group "
      "_get_expert_parallel_group"),
-    ("utils.zero_to_fp32", "checkpoint conversion", "convert_zero_checkpoint_to_fp32_state_dict "
-     "get_fp32_state_dict_from_zero_checkpoint get_model_state_file get_optim_files "
-     "load_state_dict_from_zero_checkpoint"),
 )  # fmt: skip
 
 

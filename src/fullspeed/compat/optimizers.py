@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fullspeed.base.errors import UsageError
+from fullspeed.optim.cpu import CPUAdagrad, CPULion
 from fullspeed.optim.factory import declare_elementwise, is_shardable
 from fullspeed.optim.lamb import Lamb
 from fullspeed.optim.lion import Lion
@@ -34,61 +37,21 @@ class FusedAdam(torch.optim.Adam):
 
 
 @declare_elementwise
-class DeepSpeedCPUAdam(torch.optim.Adam):
-    """The same with the argument order of the optimizer for host memory; there is nothing special about it here."""
+class DeepSpeedCPUAdagrad(CPUAdagrad):
+    """Adagrad in host memory. `adamw_mode` is accepted: Accelerate passes it to every optimizer."""
 
-    def __init__(
-        self,
-        model_params: ParamsT,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        adamw_mode: bool = True,
-        fp32_optimizer_states: bool = True,
-    ) -> None:
-        del fp32_optimizer_states
-        _refuse_amsgrad(amsgrad)
-        _require_correction(bias_correction)
-        super().__init__(model_params, lr, betas, eps, weight_decay, decoupled_weight_decay=adamw_mode)
+    def __init__(self, *args: Any, adamw_mode: bool = True, **kwargs: Any) -> None:
+        del adamw_mode
+        super().__init__(*args, **kwargs)
 
 
 @declare_elementwise
-class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
-    """Adagrad. `adamw_mode` is accepted: Accelerate passes it to every optimizer."""
+class DeepSpeedCPULion(CPULion):
+    """Lion in host memory. `adamw_mode` is accepted: Accelerate passes it to every optimizer."""
 
-    def __init__(
-        self,
-        model_params: ParamsT,
-        lr: float = 1e-2,
-        eps: float = 1e-10,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        fp32_optimizer_states: bool = True,
-        adamw_mode: bool = True,
-    ) -> None:
-        del fp32_optimizer_states, adamw_mode
-        _refuse_amsgrad(amsgrad)
-        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
-
-
-@declare_elementwise
-class DeepSpeedCPULion(Lion):
-    """Lion. `adamw_mode` is accepted: Accelerate passes it to every optimizer."""
-
-    def __init__(
-        self,
-        model_params: ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        fp32_optimizer_states: bool = True,
-        adamw_mode: bool = True,
-    ) -> None:
-        del fp32_optimizer_states, adamw_mode
-        super().__init__(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
+    def __init__(self, *args: Any, adamw_mode: bool = True, **kwargs: Any) -> None:
+        del adamw_mode
+        super().__init__(*args, **kwargs)
 
 
 @declare_elementwise
