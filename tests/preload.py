@@ -17,6 +17,11 @@ MODULES = (
 )
 VARIABLE = "TESTS_PRELOAD"  # names of further modules, those of `PRELOAD` in the test files of this run
 
+if os.environ.get(VARIABLE):
+    # Hugging Face's libraries look for a deepspeed when they are imported, and no more.
+    from fullspeed import compat
+
+    compat.activate()
 for name in (*MODULES, *os.environ.get(VARIABLE, "").split()):
     # A module that cannot be imported is the business of the rank that needs it: there the error is reported.
     with contextlib.suppress(Exception):

@@ -9,6 +9,8 @@ import torch
 
 from tests.ranks import ranks
 
+PRELOAD = ("transformers.trainer",)
+
 
 def steps(hf: Any, plugin: Any, *, resume_from: pathlib.Path | None = None, save_to: pathlib.Path | None = None) -> Any:
     """Eight micro-batches, two to a step, saved after the fourth; or the last four, resumed."""

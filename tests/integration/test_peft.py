@@ -9,6 +9,8 @@ import torch
 
 from tests.ranks import ranks
 
+PRELOAD = ("transformers.trainer", "peft")
+
 
 def trained_adapter(hf: Any, folder: pathlib.Path, config: dict[str, Any] | None) -> tuple[Any, list[float]]:
     """Train LoRA on a frozen model and save the adapter; the trainer and its losses."""

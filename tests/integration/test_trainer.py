@@ -9,6 +9,8 @@ import torch
 
 from tests.ranks import ranks
 
+PRELOAD = ("transformers.trainer",)
+
 Result = dict[str, Any]
 
 

@@ -74,11 +74,6 @@ _update: Op[Callable[[Sequence[Item], Update], None]] = Op(
 )
 
 
-def is_native(device: torch.device) -> bool:
-    """Whether `update` of tensors there runs in the native library."""
-    return _update.choice(device).implementation == "native"
-
-
 def update(items: Sequence[Item], how: Update) -> None:
     """Carry out one step, in place. All items are on one device."""
     if not items:

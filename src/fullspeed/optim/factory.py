@@ -13,7 +13,6 @@ from torch.optim.optimizer import Optimizer
 
 from fullspeed.base.errors import ConfigError, ConfigFault
 from fullspeed.base.log import warn_once
-from fullspeed.kernels import update
 from fullspeed.optim.cpu import PARAM_DTYPES, CPUAdagrad, CPUAdam, CPULion
 from fullspeed.optim.lamb import Lamb
 from fullspeed.optim.lion import Lion
@@ -86,10 +85,9 @@ def make_optimizer(type: str, params: Mapping[str, Any], param_groups: ParamGrou
     flags (or are named), or every group does.
 
     `Adam` is torch's Adam (L2 penalty) unless `adam_w_mode` is true; `AdamW` is torch's AdamW. Without
-    `torch_adam` the weight decay of both defaults to 0. Where all parameters are in host memory and the native
-    library is there, adam, adamw, adagrad and lion are those of `cpu`, unless `params` names what only torch's
-    class has. Else torch's fused kernels are used where the device has them and nothing in `params` (fused,
-    foreach, differentiable) decides otherwise. Raises ConfigError naming every fault.
+    `torch_adam` the weight decay of both defaults to 0. torch's fused kernels are used where the device has
+    them and nothing in `params` (fused, foreach, differentiable) decides otherwise. For 16-bit parameters in
+    host memory `fp32_optimizer_states` asks for `CPUAdam`. Raises ConfigError naming every fault.
     """
     faults = _forbidden(type, params)
     if faults:
@@ -151,16 +149,6 @@ def _fits_fused(groups: list[Any]) -> bool:
     return all(param.device.type in _FUSED_DEVICES and param.is_floating_point() for param in _tensors(groups))
 
 
-def _fits_cpu(groups: list[Any], has_fp32_states: bool = False) -> bool:
-    """Whether an optimizer of `cpu` can step all of `groups`, and is faster than torch's or the only one that can."""
-    params = _tensors(groups)
-    is_only_one = has_fp32_states and any(param.element_size() < 4 for param in params)
-    return (update.is_native(torch.device("cpu")) or is_only_one) and all(
-        param.device.type == "cpu" and param.dtype in PARAM_DTYPES and (has_fp32_states or param.dtype != torch.float16)
-        for param in params
-    )
-
-
 def _tensors(groups: Iterable[Any]) -> list[Tensor]:
     """All tensors of `groups`, making a list of any iterator a group holds so that it survives."""
     found: list[Tensor] = []
@@ -183,12 +171,11 @@ def _make_adam(is_adamw: bool, params: Mapping[str, Any], groups: list[Any]) -> 
     decoupled = is_adamw or bool(switches["adam_w_mode"])
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     _checked(kind, params, also=_ADAM_SWITCHES)
-    has_fp32 = bool(switches["fp32_optimizer_states"])
-    is_plain = not switches["torch_adam"] and rest.keys() <= {"lr", "betas", "eps", "weight_decay"}
-    if is_plain and _fits_cpu(groups, has_fp32):
-        own = {"bias_correction": switches["bias_correction"], "fp32_optimizer_states": has_fp32}
-        return CPUAdam(groups, **rest, **own, adamw_mode=decoupled)
-    if has_fp32 and any(param.element_size() < 4 for param in _tensors(groups)):
+    tensors = _tensors(groups)
+    if switches["fp32_optimizer_states"] and any(param.element_size() < 4 for param in tensors):
+        is_plain = not switches["torch_adam"] and rest.keys() <= {"lr", "betas", "eps", "weight_decay"}
+        if is_plain and all(param.device.type == "cpu" and param.dtype in PARAM_DTYPES for param in tensors):
+            return CPUAdam(groups, **rest, bias_correction=switches["bias_correction"], adamw_mode=decoupled)
         rule = "optimizer states have the dtype of the parameters given to the optimizer, which is narrower"
         raise ConfigError([ConfigFault(f"{_PATH}.fp32_optimizer_states", True, rule, "keep fp32 master weights")])
     if not switches["torch_adam"]:
@@ -214,15 +201,9 @@ def _make_lamb(params: Mapping[str, Any], groups: list[Any]) -> Optimizer:
     return Lamb(groups, **{name: value for name, value in params.items() if name != "amsgrad"})
 
 
-def _make_adagrad(params: Mapping[str, Any], groups: list[Any]) -> Optimizer:
-    if params.keys() <= {"lr", "eps", "weight_decay"} and _fits_cpu(groups):
-        return CPUAdagrad(groups, **params, fp32_optimizer_states=False)
-    return _torch_optimizer(torch.optim.Adagrad, params, groups)
-
-
 def _make_lion(params: Mapping[str, Any], groups: list[Any]) -> Optimizer:
     _checked(Lion, params)
-    return CPULion(groups, **params, fp32_optimizer_states=False) if _fits_cpu(groups) else Lion(groups, **params)
+    return Lion(groups, **params)
 
 
 def _make_muon(params: Mapping[str, Any], groups: list[Any]) -> Optimizer:
@@ -232,7 +213,7 @@ def _make_muon(params: Mapping[str, Any], groups: list[Any]) -> Optimizer:
 _NATIVE: dict[str, Callable[[Mapping[str, Any], list[Any]], Optimizer]] = {
     "adam": partial(_make_adam, False),
     "adamw": partial(_make_adam, True),
-    "adagrad": _make_adagrad,
+    "adagrad": partial(_torch_optimizer, torch.optim.Adagrad),
     "lamb": _make_lamb,
     "lion": _make_lion,
     "muon": _make_muon,

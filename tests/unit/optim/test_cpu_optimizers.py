@@ -8,11 +8,11 @@ from torch import nn
 
 from fullspeed.base.errors import ConfigError, UsageError
 from fullspeed.kernels.registry import using
-from fullspeed.kernels.update import is_native
+from fullspeed.kernels.native import needs_native
 from fullspeed.optim.cpu import CPUAdagrad, CPUAdam, CPULion, DeepSpeedCPUAdam
 from fullspeed.optim.lion import Lion
 
-KERNELS = ["torch", "native"] if is_native(torch.device("cpu")) else ["torch"]
+KERNELS = ["torch"] if needs_native(torch.device("cpu")) else ["torch", "native"]
 PAIRS = {
     "adamw": (
         lambda params: CPUAdam(params, lr=0.01, weight_decay=0.1),
