@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from fullspeed.base.errors import ConfigError, UsageError
-from fullspeed.kernels.registry import using
 from fullspeed.kernels.native import needs_native
+from fullspeed.kernels.registry import using
 from fullspeed.optim.cpu import CPUAdagrad, CPUAdam, CPULion, DeepSpeedCPUAdam
 from fullspeed.optim.lion import Lion
 
