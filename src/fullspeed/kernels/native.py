@@ -61,6 +61,11 @@ class Native(NamedTuple):
     functions: ctypes.CDLL
     instruction_sets: tuple[str, ...]  # best last; empty on an x86 processor without AVX2
 
+    @property
+    def best_set(self) -> int:
+        """Number of the instruction set to use."""
+        return len(self.instruction_sets) - 1
+
 
 @functools.cache
 def load() -> Native | str:

@@ -10,7 +10,7 @@ from fullspeed.kernels.native import DTYPES, BlocksStruct, MessageStruct, requir
 
 def quantize(values: torch.Tensor, messages: torch.Tensor, form: BlockFormat) -> None:
     """See `fullspeed.kernels.quantize.quantize`."""
-    quantize_with(_best_set(), values, messages, form)
+    quantize_with(require().best_set, values, messages, form)
 
 
 def dequantize(messages: torch.Tensor, out: torch.Tensor, form: BlockFormat) -> None:
@@ -20,7 +20,7 @@ def dequantize(messages: torch.Tensor, out: torch.Tensor, form: BlockFormat) -> 
 
 def dequantize_sum(messages: torch.Tensor, out: torch.Tensor, form: BlockFormat) -> None:
     """See `fullspeed.kernels.quantize.dequantize_sum`."""
-    dequantize_sum_with(_best_set(), messages, out, form)
+    dequantize_sum_with(require().best_set, messages, out, form)
 
 
 def quantize_with(instruction_set: int, values: torch.Tensor, messages: torch.Tensor, form: BlockFormat) -> None:
@@ -42,10 +42,6 @@ def dequantize_sum_with(instruction_set: int, messages: torch.Tensor, out: torch
         parts = (MessageStruct * len(of_row))(*(MessageStruct(*_parts(message, numel, form)) for message in of_row))
         code = run(blocks, parts, len(of_row), row.data_ptr(), torch.get_num_threads(), instruction_set)
         assert code == 0, out.dtype
-
-
-def _best_set() -> int:
-    return len(require().instruction_sets) - 1
 
 
 def _parts(message: torch.Tensor, numel: int, form: BlockFormat) -> tuple[int, int]:

@@ -16,7 +16,7 @@ _RULES = {"adam": 0, "adagrad": 1, "lion": 2}
 
 def update(items: Sequence[Item], how: Update) -> None:
     """See `fullspeed.kernels.update.update`."""
-    update_with(len(require().instruction_sets) - 1, items, how)
+    update_with(require().best_set, items, how)
 
 
 def update_with(instruction_set: int, items: Sequence[Item], how: Update) -> None:

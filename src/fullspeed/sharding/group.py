@@ -147,8 +147,7 @@ class FlatGroup:
         self.params[slot].grad = None
         if not self.is_trainable:
             self.is_trainable = True
-            store = self.store
-            self.resident = Resident(self._make_store().copy_(store), self.links)
+            self.resident = self.resident.trainable(self._make_store)
             self.master = self._make_master()
             self.grads.allocate()
 
@@ -361,7 +360,7 @@ class FlatGroup:
             "params": self.resident.nbytes(),
             "secondary": self.resident.copies_nbytes(),
             "grads": self.grads.nbytes(),
-            "master": 0 if master is None else _nbytes(master),
+            "master": 0 if master is None else master.nbytes,
             "live": self.full.untyped_storage().nbytes() if self.is_transient else 0,
         }
 
@@ -374,7 +373,3 @@ class FlatGroup:
             placeholder.disown(param)
             param.data = param.detach().to(self.dtypes.storage, copy=True)
             param.grad = None
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

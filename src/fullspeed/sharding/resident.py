@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -36,6 +36,11 @@ class Resident:
         """A view of the values, or, where there is nothing to view, a tensor of that size on the meta device."""
         return self._values[start : start + numel]
 
+    def trainable(self, make_values: Callable[[], torch.Tensor]) -> Resident:
+        """The same values as one tensor that steps can write; `make_values` makes one where there is none."""
+        del make_values
+        return self
+
     def all_gather(self, full: torch.Tensor, *, exact: bool) -> Pending:
         """Fill `full` (N,) with all ranks' values. Collective. `exact`: where computing would make do with less."""
         return (self._exact if exact else self._source).all_gather(full, self._stored())
@@ -64,7 +69,7 @@ class QuantizedResident(Resident):
     """
 
     def __init__(self, values: torch.Tensor, form: BlockFormat, links: GroupLinks) -> None:
-        self._numel, self._dtype, self._form = values.numel(), values.dtype, form
+        self._numel, self._dtype, self._form, self._links = values.numel(), values.dtype, form, links
         self._codes = links.gather.empty(form.nbytes(values.numel()), torch.uint8, values.device)
         self._exact = CodesGather(links.gather, links.world_size, form)
         self._source = links.shard_source(self._exact)
@@ -86,6 +91,10 @@ class QuantizedResident(Resident):
     @override
     def part(self, start: int, numel: int) -> torch.Tensor:
         return torch.empty(numel, dtype=self._dtype, device="meta")
+
+    @override
+    def trainable(self, make_values: Callable[[], torch.Tensor]) -> Resident:
+        return Resident(make_values().copy_(self.values), self._links)
 
     @override
     def _stored(self) -> torch.Tensor:
