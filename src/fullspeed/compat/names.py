@@ -117,7 +117,7 @@ _OURS: tuple[tuple[str, str, str], ...] = (
     ("ops.op_builder", f"{_ADAPTERS}.builders", "AsyncIOBuilder"),
     ("ops.adagrad", f"{_ADAPTERS}.optimizers", "DeepSpeedCPUAdagrad"),
     ("ops.adam", f"{_ADAPTERS}.optimizers", "FusedAdam"),
-    ("ops.adam", "fullspeed.optim.cpu", "DeepSpeedCPUAdam"),
+    ("ops.adam", "fullspeed.optim.cpu", "DeepSpeedCPUAdam=CPUAdam"),
     ("ops.lamb", f"{_ADAPTERS}.optimizers", "FusedLamb"),
     ("ops.lion", f"{_ADAPTERS}.optimizers", "DeepSpeedCPULion FusedLion"),
     ("profiling.flops_profiler", "fullspeed.monitor.flops_profiler", "FlopsProfiler get_model_profile"),

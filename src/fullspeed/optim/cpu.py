@@ -228,9 +228,3 @@ class CPULion(CPUOptimizer):
 def _refuse_amsgrad(amsgrad: bool) -> None:
     if amsgrad:
         raise ConfigError([ConfigFault("amsgrad", True, "not available on the CPU", "use torch.optim.Adam")])
-
-
-# The names that scripts written for DeepSpeed use.
-DeepSpeedCPUAdam = CPUAdam
-DeepSpeedCPUAdagrad = CPUAdagrad
-DeepSpeedCPULion = CPULion

@@ -12,7 +12,7 @@ from fullspeed.base.errors import ConfigError, UsageError
 from fullspeed.compat import constants, factories, groups, optimizers, tensors
 from fullspeed.compat.builders import AsyncIOBuilder
 from fullspeed.compat.config import DeepSpeedConfig
-from fullspeed.optim.cpu import DeepSpeedCPUAdam
+from fullspeed.optim.cpu import CPUAdam
 from fullspeed.optim.factory import is_shardable
 from fullspeed.optim.lion import Lion
 
@@ -37,8 +37,8 @@ ADAM = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
     [
         (lambda p: optimizers.FusedAdam(p, **ADAM), lambda p: torch.optim.AdamW(p, **ADAM)),
         (lambda p: optimizers.FusedAdam(p, **ADAM, adam_w_mode=False), lambda p: torch.optim.Adam(p, **ADAM)),
-        (lambda p: DeepSpeedCPUAdam(p, **ADAM), lambda p: torch.optim.AdamW(p, **ADAM)),
-        (lambda p: DeepSpeedCPUAdam(p, **ADAM, adamw_mode=False), lambda p: torch.optim.Adam(p, **ADAM)),
+        (lambda p: CPUAdam(p, **ADAM), lambda p: torch.optim.AdamW(p, **ADAM)),
+        (lambda p: CPUAdam(p, **ADAM, adamw_mode=False), lambda p: torch.optim.Adam(p, **ADAM)),
         (
             lambda p: optimizers.DeepSpeedCPUAdagrad(p, lr=0.1, adamw_mode=True),
             lambda p: torch.optim.Adagrad(p, lr=0.1),

@@ -9,7 +9,7 @@ from torch import nn
 from fullspeed.base.errors import ConfigError, UsageError
 from fullspeed.kernels.native import needs_native
 from fullspeed.kernels.registry import using
-from fullspeed.optim.cpu import CPUAdagrad, CPUAdam, CPULion, DeepSpeedCPUAdam
+from fullspeed.optim.cpu import CPUAdagrad, CPUAdam, CPULion
 from fullspeed.optim.lion import Lion
 
 KERNELS = ["torch"] if needs_native(torch.device("cpu")) else ["torch", "native"]
@@ -146,7 +146,7 @@ def test_a_closure_runs_with_autograd_on(kernel):
 
 def test_what_cannot_be_stepped_is_refused():
     with pytest.raises(ConfigError, match="amsgrad"):
-        DeepSpeedCPUAdam(make_params(), amsgrad=True)
+        CPUAdam(make_params(), amsgrad=True)
     with pytest.raises(UsageError, match="float64"):
         CPUAdam(make_params(torch.float64))
     with pytest.raises(UsageError, match="meta"):
