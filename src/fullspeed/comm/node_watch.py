@@ -72,14 +72,15 @@ class NodeWatch:
 
     def finish(self) -> None:
         """This node's ranks ended well: wait until all nodes' did, or `is_stopped`."""
-        self._store.add("done", 1)
-        while not self.is_stopped() and self._store.add("done", 0) < self._place.num_nodes:
-            time.sleep(_POLL_S)
+        try:
+            self._store.add("done", 1)
+            while not self.is_stopped() and self._is_unfinished():
+                time.sleep(_POLL_S)
+        except DistError as error:
+            self._stop_without_first(error)
         if not self.is_stopped():
             self._leaving.set()
-            # The store ends with the first node's process, so that one leaves last.
-            self._store.add("seen", 1)
-            self._wait_for("seen", self._place.num_nodes if self._place.node == 0 else 0)
+            self._leave("seen", max(self._silence_s, _EXCHANGE_S))
 
     def tell(self, report: str) -> None:
         """Tell the others how this node ended, which ends them too. Does nothing when the first node is gone."""
@@ -94,20 +95,28 @@ class NodeWatch:
         if self.is_cut_off:
             return []
         try:
-            self._wait_for("reports", self._place.num_nodes)
+            self._wait_for_all("reports", _EXCHANGE_S)
             nodes = [node for node in range(self._place.num_nodes) if self._store.check([f"report/{node}"])]
             heard = [self._store.get(f"report/{node}").decode() for node in nodes]
-            # The store ends with the first node's process, so that one leaves last.
-            self._store.add("left", 1)
-            self._wait_for("left", self._place.num_nodes if self._place.node == 0 else 0)
-            return heard
         except DistError:
             return []
+        self._leave("left", _EXCHANGE_S)
+        return heard
 
-    def _wait_for(self, key: str, count: int) -> None:
-        """Wait until `count` nodes have counted themselves under `key`, for as long as an exchange may take."""
-        deadline = time.monotonic() + _EXCHANGE_S
-        while self._store.add(key, 0) < count and time.monotonic() < deadline:
+    def _leave(self, key: str, limit_s: float) -> None:
+        """Make no more use of the store. It ends with the first node's process, so that one leaves last.
+
+        The others do not look back: the first may be gone before this node's count has been acknowledged.
+        """
+        with contextlib.suppress(DistError):
+            self._store.add(key, 1)
+            if self._place.node == 0:
+                self._wait_for_all(key, limit_s)
+
+    def _wait_for_all(self, key: str, limit_s: float) -> None:
+        """Wait until all nodes have counted themselves under `key`, for so many seconds at most."""
+        deadline = time.monotonic() + limit_s
+        while self._store.add(key, 0) < self._place.num_nodes and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
     def _beat(self) -> None:
@@ -130,7 +139,7 @@ class NodeWatch:
                     self._stop(text)
                 self._heard_at = time.monotonic()
         except DistError as error:
-            self._stop(f"the first node, {self._place.first}, is gone: {error}", is_cut_off=True)
+            self._stop_without_first(error)
 
     def _is_unfinished(self) -> bool:
         """Whether the ranks of any node still run: one that knows of none leaves."""
@@ -146,6 +155,9 @@ class NodeWatch:
             if time.monotonic() - self._heard_at > self._silence_s:
                 text = f"the first node, {self._place.first}, has not answered for {self._silence_s:g} s"
                 self._stop(text, is_cut_off=True)
+
+    def _stop_without_first(self, error: DistError) -> None:
+        self._stop(f"the first node, {self._place.first}, is gone: {error}", is_cut_off=True)
 
     def _stop(self, reason: str, is_cut_off: bool = False) -> None:
         if not self._leaving.is_set() and self.reason is None:
