@@ -1,6 +1,7 @@
 """The optimizer `initialize` returns: any torch optimizer, stepped over this rank's share of every parameter.
 
-`step` is the algorithm: finish reductions, take the global norm, skip on overflow, clip, step, publish.
+`step` is the algorithm: finish reductions, take the global norm, skip on overflow, clip; a `Stepper` then steps the
+inner optimizer and publishes.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from fullspeed.base.log import log_dist
 from fullspeed.comm import Group, ReduceOp, all_gather_object, all_reduce
 from fullspeed.optim.shards import ShardAware
 from fullspeed.precision.loss_scale import LossScale, LossScaleChange
-from fullspeed.sharding.group import FlatGroup
 from fullspeed.sharding.parameter_offload import ParameterOffload
-from fullspeed.sharding.pieces import OwnedPiece, own_pieces, own_state, sub_groups
+from fullspeed.sharding.pieces import OwnedPiece, own_pieces, own_state
 from fullspeed.sharding.runtime import ShardingRuntime
 from fullspeed.sharding.scopes import uncompiled
 from fullspeed.sharding.shard_view import RuntimeShards
+from fullspeed.sharding.stepping import MemoryStepper, Stepper
 from fullspeed.sharding.unfreeze import unfreeze
 from fullspeed.sharding.wrapped import WrappedOptimizer
 
@@ -78,6 +79,7 @@ class ShardedOptimizer(WrappedOptimizer):
         self._whole_params: list[list[nn.Parameter]] = []
         self.before_new_group: Callable[[], None] = lambda: None
         self._replace_params()
+        self._stepper: Stepper = MemoryStepper(inner, runtime, self.owned, policy.sub_group_numel)
         self.bind_shards()
 
     def _replace_params(self) -> None:
@@ -130,10 +132,9 @@ class ShardedOptimizer(WrappedOptimizer):
         else:
             factor = self._clip_factor() / scale
             self._clipped_grad_norm = None if norm is None else self._global_grad_norm_times(factor * scale)
-            self._step_inner(touched, factor)
+            self._stepper.step(touched, factor)
             self.last_change = self.loss_scaler.update(False)
             self.runtime.watch_nonfinite = False
-            self.runtime.publish()
         self.runtime.clear_grads()
         return loss
 
@@ -181,18 +182,6 @@ class ShardedOptimizer(WrappedOptimizer):
         if clip <= 0 or norm is None or norm < 0:
             return 1.0
         return min(1.0, clip / (norm + 1e-6))
-
-    def _step_inner(self, touched: dict[nn.Parameter, bool], factor: float) -> None:
-        for batch in sub_groups(self.owned.values(), self.runtime.trainable, self.policy.sub_group_numel):
-            groups = {owned.group.index: owned.group for owned in batch}
-            # Gradients of this sub-group only: freed before the next is widened.
-            grads = {index: _step_gradient(group, factor) for index, group in groups.items()}
-            for owned in batch:
-                owned.tensor.grad = owned.part_of(grads[owned.group.index]) if touched[owned.param] else None
-            self.optimizer.step()
-            for owned in batch:
-                owned.tensor.grad = None
-            del grads
 
     # --------------------------------------------------------------- overflow
 
@@ -261,19 +250,6 @@ class ShardedOptimizer(WrappedOptimizer):
             raise UsageError("some parameters are in a param group already; engine.unfreeze trains them there")
         options = {name: value for name, value in param_group.items() if name != "params"}
         unfreeze(self, params, None, options)
-
-
-def _step_gradient(group: FlatGroup, factor: float) -> torch.Tensor:
-    """The group's reduced gradient, unscaled and clipped, in the dtype of its masters."""
-    assert group.master is not None
-    grad = group.grads.reduced
-    if grad is None:
-        return torch.zeros_like(group.master)
-    if grad.dtype != group.master.dtype:
-        grad = grad.to(group.master.dtype)
-    if factor != 1.0:
-        grad.mul_(factor)
-    return grad
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -1,0 +1,67 @@
+"""The inner optimizer's step over this rank's pieces, from reduced gradients to published parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fullspeed.sharding.group import FlatGroup
+from fullspeed.sharding.pieces import OwnedPiece, sub_groups
+from fullspeed.sharding.runtime import ShardingRuntime
+
+
+class Stepper(Protocol):
+    """How an update is carried out, once it is known that there is one and how far it is clipped."""
+
+    def step(self, touched: Mapping[nn.Parameter, bool], factor: float) -> None:
+        """Step every parameter that is `touched`, with its reduced gradient times `factor`, and publish. Collective."""
+        ...
+
+
+class MemoryStepper(Stepper):
+    """Masters and states are in memory: sub-groups one after the other, so that few gradients are widened at once."""
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        runtime: ShardingRuntime,
+        owned: Mapping[nn.Parameter, OwnedPiece],
+        sub_group_numel: int,
+    ) -> None:
+        """`owned` is read at each step: parameters may be added to it."""
+        self._inner, self._runtime, self._owned = inner, runtime, owned
+        self._sub_group_numel = sub_group_numel
+
+    def step(self, touched: Mapping[nn.Parameter, bool], factor: float) -> None:
+        """See `Stepper`."""
+        for batch in sub_groups(self._owned.values(), self._runtime.trainable, self._sub_group_numel):
+            step_batch(self._inner, batch, touched, factor)
+        self._runtime.publish()
+
+
+def step_batch(inner: Optimizer, batch: list[OwnedPiece], touched: Mapping[nn.Parameter, bool], factor: float) -> None:
+    """Step pieces that make up whole groups. Their gradients are freed before this returns."""
+    groups = {owned.group.index: owned.group for owned in batch}
+    grads = {index: _step_gradient(group, factor) for index, group in groups.items()}
+    for owned in batch:
+        owned.tensor.grad = owned.part_of(grads[owned.group.index]) if touched[owned.param] else None
+    inner.step()
+    for owned in batch:
+        owned.tensor.grad = None
+
+
+def _step_gradient(group: FlatGroup, factor: float) -> torch.Tensor:
+    """The group's reduced gradient, unscaled and clipped, in the dtype of its masters."""
+    assert group.master is not None
+    grad = group.grads.reduced
+    if grad is None:
+        return torch.zeros_like(group.master)
+    if grad.dtype != group.master.dtype:
+        grad = grad.to(group.master.dtype)
+    if factor != 1.0:
+        grad.mul_(factor)
+    return grad
