@@ -18,7 +18,7 @@ from fullspeed.comm.collectives import (
     get_world_size,
     new_group,
 )
-from fullspeed.comm.hierarchy import HierarchicalGather, ReplicatedReduce
+from fullspeed.comm.hierarchy import HierarchicalGather, MessageGather, ReplicatedReduce
 from fullspeed.comm.init import destroy_process_group, init_distributed, is_initialized
 from fullspeed.comm.mesh import column_of, ranks_per_node, row_of
 from fullspeed.comm.observe import CommEvent, CommRecorder, observing
@@ -50,6 +50,7 @@ __all__ = [
     "Group",
     "HierarchicalGather",
     "Hop",
+    "MessageGather",
     "Pending",
     "Posted",
     "QuantizedGather",

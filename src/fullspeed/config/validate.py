@@ -28,6 +28,11 @@ def _offload_device(config: Config) -> str:
     return offload.device if offload else "none"
 
 
+def _param_device(config: Config) -> str:
+    offload = config.zero_optimization.offload_param
+    return offload.device if offload else "none"
+
+
 def _is_dynamic(config: Config) -> bool:
     return config.fp16.enabled and config.fp16.loss_scale == 0
 
@@ -105,6 +110,14 @@ RULES: tuple[Rule, ...] = (
          lambda c: c.zero_optimization.offload_param is not None and _stage(c) != 3,
          "parameters are sharded, and so offloaded, at stage 3 only",
          "set zero_optimization.stage to 3 or remove it"),
+    Rule((f"{ZERO}.zero_hpz_partition_size", f"{ZERO}.offload_param"),
+         lambda c: c.zero_optimization.zero_hpz_partition_size > 1 and _param_device(c) == "nvme",
+         "keeps a second copy in memory of parameters that shall wait in files",
+         "remove it, or set offload_param.device to none"),
+    Rule((f"{ZERO}.zero_quantized_nontrainable_weights", f"{ZERO}.offload_param"),
+         lambda c: c.zero_optimization.zero_quantized_nontrainable_weights and _param_device(c) == "nvme",
+         "keeps frozen parameters as codes in memory, not in files",
+         "set it to false, or set offload_param.device to none"),
     Rule((f"{ZERO}.offload_optimizer", STAGE), lambda c: _offload_device(c) != "none" and _stage(c) == 0,
          "needs sharded optimizer states", "set zero_optimization.stage to 1, 2 or 3 or remove it"),
     Rule((f"{ZERO}.offload_optimizer.ratio", STAGE),

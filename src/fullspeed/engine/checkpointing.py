@@ -258,6 +258,7 @@ class Checkpointing(ModuleState):
                 CheckpointError,
                 group,
             )
+            self.runtime.check_files()
             own = client_file(rank)
             client = reader.objects(own if own in reader.manifest.files else client_file(0))["client_state"]
         finally:

@@ -171,7 +171,7 @@ def slot_of(owned: OwnedPiece) -> Slot:
 
 def has_separate_master(group: FlatGroup) -> bool:
     """Whether the group's masters are other tensors than its resident values."""
-    return group.master is not None and group.dtypes.master != group.dtypes.storage
+    return group.has_separate_master
 
 
 def optimizer_groups(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:

@@ -348,13 +348,15 @@ class Engine(ConfigAccessors, LayoutCheckpointing, Batches, Changes, Watched, nn
         """Bytes this rank holds now, by name; and the peak of `live` so far.
 
         `secondary` is hpZ's second copy of shards, `staging` what background saves write from, `live` are whole values
-        that exist only around their use (gathered, or widened for compute).
+        that exist only around their use (gathered, or widened for compute). `disk` waits in files and comes and goes
+        through host memory of `buffers`.
         """
-        totals = {"params": 0, "secondary": 0, "grads": 0, "master": 0, "live": 0}
+        totals = {"params": 0, "secondary": 0, "disk": 0, "grads": 0, "master": 0, "live": 0}
         for group in self.runtime.groups:
             for name, nbytes in group.nbytes().items():
                 totals[name] += nbytes
         totals["staging"] = self._staging.nbytes
+        totals["buffers"] = 0 if self.runtime.files is None else self.runtime.files.pool.total_bytes
         totals["optimizer"] = 0 if self.optimizer is None else self.optimizer.nbytes()
         totals["peak_live"] = self.runtime.gatherer.peak_live_bytes
         return totals

@@ -13,7 +13,7 @@ from fullspeed.base.errors import CheckpointError, UsageError
 from fullspeed.checkpoint.export import Format, WeightSpec, WeightWriter
 from fullspeed.comm import get_rank
 from fullspeed.comm.rendezvous import rendezvous, together
-from fullspeed.engine.collect import NamedState, has_separate_master, is_trainable, named_state
+from fullspeed.engine.collect import NamedState, is_trainable, named_state
 from fullspeed.engine.engine import Engine
 from fullspeed.sharding import placeholder
 from fullspeed.sharding.group import FlatGroup
@@ -75,6 +75,7 @@ def save_weights(
                 writers[0].add(name, values)
             except OSError as error:  # the other ranks are in the middle of their gathers
                 failure = error
+    engine.runtime.check_files()
 
     def end() -> list[pathlib.Path]:
         if failure is not None:
@@ -152,12 +153,11 @@ class _Export:
 
 def _whole_values(group: FlatGroup, *, exact: bool) -> torch.Tensor:
     """A group's flat values, whole: resident ones, or the masters behind them. Collective where they are sharded."""
-    values, is_sharded = group.store, group.needs_gather
-    if exact and has_separate_master(group):
+    if exact and group.has_separate_master:
         assert group.master is not None
-        values, is_sharded = group.master, group.placement.optim
-    if not is_sharded:
-        return values
-    whole = torch.empty(group.numel, dtype=values.dtype, device=group.device)
-    group.links.gather.all_gather(whole, values).wait()
-    return whole
+        if not group.placement.optim:
+            return group.master
+        whole = torch.empty(group.numel, dtype=group.master.dtype, device=group.device)
+        group.links.gather.all_gather(whole, group.master).wait()
+        return whole
+    return group.whole_resident()

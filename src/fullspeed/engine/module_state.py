@@ -94,6 +94,7 @@ class ModuleState:
         )
         restore.prepare_for_writing(self.runtime)
         self._load_whole(state_dict, custom_load_fn)
+        self.runtime.check_files()
 
     def _check_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> None:
         state = named_state(self.module, self.runtime)
@@ -192,6 +193,7 @@ class ModuleState:
             for group in self.runtime.groups:
                 if not (exclude_frozen and not group.is_trainable):
                     whole.update(_whole_values(group, wanted=wanted))
+            self.runtime.check_files()
         if not wanted:
             return {}
         found: dict[str, Any] = {}
@@ -212,11 +214,7 @@ class ModuleState:
 @torch.no_grad()
 def _whole_values(group: FlatGroup, *, wanted: bool) -> dict[nn.Parameter, torch.Tensor]:
     """Copies on the CPU of a group's resident values, gathered where they are sharded."""
-    if not group.needs_gather:
-        values = group.store
-    else:
-        values = torch.empty(group.numel, dtype=group.dtypes.storage, device=group.device)
-        group.resident.all_gather(values, exact=True).wait()
+    values = group.whole_resident()
     if not wanted:
         return {}
     return {

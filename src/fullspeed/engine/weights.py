@@ -21,6 +21,7 @@ from fullspeed.sharding import placeholder
 from fullspeed.sharding.group import FlatGroup
 from fullspeed.sharding.holder import ShardHolder
 from fullspeed.sharding.owner import RuntimeOwner
+from fullspeed.sharding.runtime import ShardingRuntime
 
 Source = str | pathlib.Path | Iterable[str | pathlib.Path] | Mapping[str, torch.Tensor]
 
@@ -73,6 +74,8 @@ def load_weights(
         values = weights.param(fqn, 0, buffer.numel())
         if values is not None:
             buffer.copy_(values.view(buffer.shape))
+    for runtime in _runtimes_of(state):
+        runtime.check_files()
     return weights.unmet
 
 
@@ -133,17 +136,21 @@ def _shard_meta(model: nn.Module, group: Group) -> None:
             holder.add(bare)
 
 
+def _runtimes_of(state: NamedState) -> list[ShardingRuntime]:
+    """The runtimes that some of the model's parameters are run by, in the order of the parameters."""
+    owners = (placeholder.owner_of(param) for param in state.params.values())
+    return list(dict.fromkeys(owner.runtime for owner in owners if isinstance(owner, RuntimeOwner)))
+
+
 def _groups_to_write(state: NamedState) -> list[FlatGroup]:
     """The flat groups of the model's parameters, known by the model's names. Collective for an engine's."""
+    for runtime in _runtimes_of(state):
+        restore.prepare_for_writing(runtime)
     groups: dict[FlatGroup, None] = {}
-    prepared: set[RuntimeOwner] = set()
     for fqn, param in state.params.items():
         owner = placeholder.owner_of(param)
         if owner is None:
             continue
-        if isinstance(owner, RuntimeOwner) and owner not in prepared:
-            restore.prepare_for_writing(owner.runtime)
-            prepared.add(owner)
         group, slot = owner.place_of(param)
         if isinstance(owner, ShardHolder):
             group.rename(slot, fqn)  # a module under construction did not know what it would be called

@@ -46,7 +46,10 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     if group.master is None:
         return None
     optimizer.runtime.meet()
-    return _slot_of(group, slot, _whole(group, group.master))
+    with group.awake():
+        found = _slot_of(group, slot, _whole(group, group.master))
+    optimizer.runtime.check_files()
+    return found
 
 
 @torch.no_grad()
@@ -58,6 +61,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     optimizer.runtime.sync()
     optimizer.runtime.gatherer.free_idle()
     group.write_slot(slot, value)
+    optimizer.runtime.check_files()
 
 
 @torch.no_grad()
@@ -143,16 +147,23 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, key:
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's slice of the master value, 1-D, live."""
+    """This rank's slice of the master value, 1-D, live; a copy where it waits in a file."""
     owned = _owned(param)
-    return None if owned is None else owned.tensor.detach().reshape(-1)
+    if owned is None or owned.group.master is None:
+        return None
+    if not owned.group.master_waits:
+        return owned.tensor.detach().reshape(-1)
+    return owned.part_of(owned.group.store)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Write this rank's slice of the master value; forward sees it after the next step."""
     owned = _owned(param)
-    if owned is not None:
-        owned.tensor.detach().reshape(-1).copy_(value.reshape(-1))
+    if owned is None or owned.group.master is None:
+        return
+    with owned.group.awake(write=True), torch.no_grad():
+        owned.part_of(owned.group.master).view(-1).copy_(value.reshape(-1))
+    owned.group.resident.sleep()
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:

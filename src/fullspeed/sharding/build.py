@@ -7,9 +7,10 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import nn
 
-from fullspeed.comm import Group
+from fullspeed.comm import Group, trim_shared_memory
 from fullspeed.config import Config
 from fullspeed.precision.policy import PrecisionPolicy, torch_dtype
+from fullspeed.sharding.file_plan import make_files, plan_files
 from fullspeed.sharding.gatherer import LiveBudget
 from fullspeed.sharding.gradients import GradScaling
 from fullspeed.sharding.group import FlatGroup
@@ -39,6 +40,8 @@ def build_runtime(
 
     Raises:
         UsageError: a parameter is not on `device`, belongs to another engine, or shares memory with another one.
+        ConfigError: a shard does not fit in a buffer of `offload_param`.
+        StorageError: parameters shall wait in files and a rank cannot write them.
     """
     managed = managed_params(model, optimized)
     check_params(managed, device)
@@ -50,20 +53,18 @@ def build_runtime(
                                     zero.stage3_model_persistence_threshold)  # fmt: skip
     links = make_links(zero, group, device)
     scaling = _grad_scaling(config, links.num_ranks)
+    file_plan = plan_files(plan.groups, persistent, zero.offload_param, precision, links.world_size)
+    files = make_files(file_plan, config, links)
+    groups = []
     with first_values() as values_of:
-        groups = [
-            FlatGroup(
-                index,
-                planned.params,
-                placement.persistent if index in persistent else placement,
-                precision.dtypes_of(planned.key.dtype, planned.key.wire),
-                links,
-                scaling,
-                values_of,
-            )
-            for index, planned in enumerate(plan.groups)
-        ]
-    return ShardingRuntime(
+        for index, planned in enumerate(plan.groups):
+            group_placement = placement.persistent if index in persistent else placement
+            dtypes = precision.dtypes_of(planned.key.dtype, planned.key.wire)
+            flat = FlatGroup(index, planned.params, group_placement, dtypes, links, scaling, values_of)
+            if files is not None and index in file_plan.waiting:
+                flat.keep_in_file(files)
+            groups.append(flat)
+    runtime = ShardingRuntime(
         root=model,
         groups=groups,
         units=plan.units,
@@ -78,7 +79,12 @@ def build_runtime(
             each_backward=placement.grads,
         ),
         links=links,
+        files=files,
     )
+    runtime.check_files()
+    if files is not None:
+        trim_shared_memory()  # of the shards that lay in it until they were written
+    return runtime
 
 
 def _grouping(config: Config) -> Grouping:

@@ -5,7 +5,9 @@ so before each one the ranks exchange what they are about to do (two integers ea
 In a round
 - every group that any rank demands is gathered by all, in index order;
 - a prefetch happens if all ranks ask for the same one;
-- a rank at the end of its forward or backward, or at its step, says so, and serves the others meanwhile (`Idle`).
+- a rank at the end of its forward or backward, or at its step, says so, and serves the others meanwhile (`Idle`);
+- a rank whose file failed says that instead, and every rank raises.
+Groups that wait in files are read ahead of their use, not gathered ahead: a rank asks for one when it has it.
 No order of uses can therefore mispair two gathers or leave a rank waiting for a gather that its peers never join.
 """
 
@@ -20,6 +22,7 @@ from typing import NamedTuple
 from fullspeed.base.errors import UsageError
 from fullspeed.comm import Agreement, Posted
 from fullspeed.sharding.attendant import Attendant
+from fullspeed.sharding.file_resident import ValueFiles
 from fullspeed.sharding.group import FlatGroup
 from fullspeed.sharding.order import LaunchCount
 from fullspeed.sharding.trace import UseTrace
@@ -31,6 +34,9 @@ class Idle(enum.IntEnum):
     FORWARD_DONE = -1  # until no rank asks for anything
     BACKWARD_DONE = -2  # until, besides, every rank has started the reductions this rank waits for
     AT_STEP = -3  # until every rank is at its step
+
+
+_FILE_FAILED = 1 << 40  # what a rank says in place of a group; as a demand does, it calls ranks that are away
 
 
 class LiveBudget(NamedTuple):
@@ -50,9 +56,14 @@ class Gatherer:
         budget: LiveBudget,
         agreement: Agreement,
         launches: LaunchCount,
+        files: ValueFiles | None = None,
     ) -> None:
-        """`launches` counts reductions: what this rank started is told to the others, what all did is noted."""
+        """`launches` counts reductions: what this rank started is told to the others, what all did is noted.
+
+        `files`: where the resident values of some groups wait, if they do.
+        """
         self._groups = groups
+        self._files = files
         self._budget = budget
         self._agreement = agreement
         self._launches = launches
@@ -108,6 +119,9 @@ class Gatherer:
         if not group.is_gathering:
             self._make_room(group.numel)
             if group.needs_gather:
+                group.resident.begin_wake()
+                self._read_ahead()
+                group.resident.finish_read()  # if that fails, the round tells
                 self._round(self._demand_code(group))
                 assert group.is_gathering, "a demand is always honoured in its round"
             else:
@@ -129,7 +143,7 @@ class Gatherer:
         ahead = sum(self._groups[index].numel for index in self._prefetched)
         for index in self.trace.upcoming():
             group = self._groups[index]
-            if group.is_whole or group.is_gathering or not group.needs_gather:
+            if group.is_whole or group.is_gathering or not group.needs_gather or group.resident.waits:
                 continue
             if self._prefetched and ahead + group.numel > self._budget.prefetch_numel:
                 return
@@ -141,6 +155,22 @@ class Gatherer:
             if not self._posted.poll() or index not in self._resolve():
                 return
             ahead += group.numel
+
+    def _read_ahead(self) -> None:
+        """Start reading what the trace expects next, as far as there are buffers."""
+        if self._files is None:
+            return
+        for index in self.trace.upcoming():
+            if not self._files.has_free_buffer:
+                return
+            if not self._groups[index].is_whole:
+                self._groups[index].resident.begin_wake()
+
+    def end_pass(self) -> None:
+        """The pass is over: its order is the record, and nothing is read ahead any more."""
+        self.trace.end_pass()
+        if self._files is not None:
+            self._files.flush()
 
     # --------------------------------------------------------------- release
 
@@ -218,6 +248,8 @@ class Gatherer:
     def _post(self, code: int) -> Posted:
         if self.trace is self._evaluation_trace:
             self._agreement.announce()
+        if self._files is not None and self._files.failure is not None:
+            code = _FILE_FAILED
         return self._agreement.post([code, self._launches.mine])
 
     def _resolve(self) -> list[int]:
@@ -245,6 +277,10 @@ class Gatherer:
         codes = [row[0] for row in rows]
         self._codes, self._launched = codes, [row[1] for row in rows]
         self._launches.by_all = min(self._launched)
+        if self._files is not None:
+            self._files.raise_failures(
+                [rank for rank, other in enumerate(codes, self._files.first_rank) if other == _FILE_FAILED]
+            )
         settled = sorted({other // 2 for other in codes if other >= 0 and other % 2})
         if not settled and codes[0] >= 0 and all(other == codes[0] for other in codes):
             settled = [codes[0] // 2]

@@ -6,7 +6,8 @@
 |---------|----------|---------|----------------------|---------------------------------------------------------------|
 | full    | (N,)     | compute | while computing      | what forward and backward read; the parameters are its views  |
 | store   | (N,)/(n,)| storage | always               | the resident values: whole, or this rank's shard; frozen ones |
-|         |          |         |                      | may be kept as codes, see `sharding/resident.py`              |
+|         |          |         |                      | may be kept as codes, see `sharding/resident.py`; shards may  |
+|         |          |         |                      | wait in a file, and with them masters that are views of them  |
 | master  | (N,)/(n,)| master  | always               | what the optimizer updates; a view of `store` if dtypes agree |
 | local   | (N,)     | accum   | whole grads: always; | this rank's own gradients since the last reduction            |
 |         |          |         | sharded: per pass    |                                                               |
@@ -19,7 +20,8 @@ views of it stay valid (arXiv:1910.02054, section 5, for what is sharded when).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
 import torch
@@ -31,6 +33,7 @@ from fullspeed.comm import Pending
 from fullspeed.kernels.quantize import DTYPES
 from fullspeed.precision.policy import CopyDtypes
 from fullspeed.sharding import placeholder
+from fullspeed.sharding.file_resident import FileResident, ValueFiles
 from fullspeed.sharding.gradients import GradScaling, GroupGradients
 from fullspeed.sharding.links import GroupLinks
 from fullspeed.sharding.placement import Placement
@@ -123,9 +126,47 @@ class FlatGroup:
         """The resident values, to read; see `Resident`."""
         return self.resident.values
 
+    @property
+    def has_separate_master(self) -> bool:
+        """Whether masters are other tensors than the resident values."""
+        return self.master is not None and self.dtypes.master != self.dtypes.storage
+
     def _make_master(self) -> torch.Tensor:
-        own = self._own_store()
-        return own if self.dtypes.master == self.dtypes.storage else own.to(self.dtypes.master)
+        if self.dtypes.master != self.dtypes.storage:
+            return self._own_store().to(self.dtypes.master)
+        return self._asleep() if self.resident.waits else self._own_store()
+
+    def _asleep(self) -> torch.Tensor:
+        """What masters are while they wait with the resident values: of their shape, NaN to read, no memory to write."""
+        nan = torch.full((1,), torch.nan, dtype=self.dtypes.storage, device=self.device)
+        return nan.expand(self.layout.shard_numel)
+
+    def keep_in_file(self, files: ValueFiles) -> None:
+        """From now on this rank's shard waits in a file. For sharded groups, before their first use."""
+        self.resident = FileResident(f"group {self.index}", self.store, files, self.links)
+        if self.master_waits:
+            self.master = self._asleep()
+
+    @property
+    def master_waits(self) -> bool:
+        """Whether masters are in memory only inside `awake`, being the resident values that wait in a file."""
+        return self.resident.waits and self.master is not None and not self.has_separate_master
+
+    @contextmanager
+    def awake(self, *, write: bool = False) -> Iterator[None]:
+        """Inside, `master` is in memory; `write` says that it is changed there. Not to be nested.
+
+        The write may be under way afterwards; see `Resident.sleep`.
+        """
+        if not self.master_waits:
+            yield
+            return
+        self.master = self.resident.wake()
+        try:
+            yield
+        finally:
+            self.master = self._asleep()
+            self.resident.begin_sleep(changed=write)
 
     def _make_store(self) -> torch.Tensor:
         if not self.is_transient:
@@ -213,6 +254,14 @@ class FlatGroup:
                 placeholder.show(param)
             self.note_versions()
 
+    def whole_resident(self) -> torch.Tensor:
+        """The resident values of all ranks (N,), to read. Collective where they are sharded."""
+        if not self.needs_gather:
+            return self.store
+        whole = torch.empty(self.numel, dtype=self.dtypes.storage, device=self.device)
+        self.resident.all_gather(whole, exact=True).wait()
+        return whole
+
     def serve(self) -> None:
         """Give this rank's shard to the ranks that gather the group now; nothing here changes. Collective."""
         unused = torch.empty(self.numel, dtype=self.dtypes.storage, device=self.device)
@@ -253,9 +302,8 @@ class FlatGroup:
         """
         assert self.master is not None
         self.forget_copies()
-        own = self._own_store()
-        if own.data_ptr() != self.master.data_ptr():
-            own.copy_(self.master)
+        if self.has_separate_master:
+            self._refresh(self.master)
         assert not (self.is_transient and self._is_whole), "free stale values before publishing new ones"
         for param in self.params:
             # A graph kept across the step must fail its version check, as it does in plain torch.
@@ -263,8 +311,14 @@ class FlatGroup:
         if not self.is_transient:
             self.note_versions()
         if self.placement.optim and not self.placement.params:
-            return self.links.gather.all_gather(self.store, own)
+            return self.links.gather.all_gather(self.store, self._own_store())
         return None
+
+    def _refresh(self, master: torch.Tensor) -> None:
+        if self.placement.params:
+            self.resident.refresh(master)
+        else:
+            self._own_store().copy_(master)
 
     def forget_copies(self) -> None:
         """The resident values change: the next unshard reads them, not a copy made before. On all ranks alike."""
@@ -334,7 +388,7 @@ class FlatGroup:
     def _copies(self, store: torch.Tensor) -> list[tuple[torch.Tensor, bool]]:
         """(tensor, whether it is this rank's shard only) of everything that holds values now, `store` the first."""
         found = [(store, self.placement.params)]
-        if self.master is not None:
+        if self.master is not None and self.has_separate_master:
             found.append((self.master, self.placement.optim))
         if self.is_transient and self._is_whole:
             found.append((self.full, False))
@@ -359,6 +413,7 @@ class FlatGroup:
         return {
             "params": self.resident.nbytes(),
             "secondary": self.resident.copies_nbytes(),
+            "disk": self.resident.disk_nbytes(),
             "grads": self.grads.nbytes(),
             "master": 0 if master is None else master.nbytes,
             "live": self.full.untyped_storage().nbytes() if self.is_transient else 0,

@@ -77,7 +77,9 @@ class RuntimeOwner(placeholder.Owner):
             group.users += 1
             self.runtime.gatherer.fetch(group)
         try:
+            self.runtime.check_files()
             yield
+            self.runtime.check_files()
         finally:
             for group in groups:
                 group.users -= 1

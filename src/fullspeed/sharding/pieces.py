@@ -23,6 +23,11 @@ class OwnedPiece:
     group: FlatGroup
     piece: Piece
 
+    def follow(self) -> None:
+        """Have `tensor` be where the group's masters are now: they come and go if they wait in a file."""
+        assert self.group.master is not None
+        self.tensor.data = self.part_of(self.group.master)
+
     def part_of(self, flat: torch.Tensor) -> torch.Tensor:
         """This piece of a flat tensor that is laid out as the group's masters: a view in the shape of `tensor`."""
         start = self.piece.shard_offset
@@ -67,7 +72,9 @@ def own_state(state: dict[str, Any], owned: OwnedPiece) -> dict[str, Any]:
 
 
 def sub_groups(owned: Collection[OwnedPiece], groups: Sequence[FlatGroup], max_numel: int) -> list[list[OwnedPiece]]:
-    """Pieces in batches of whole groups, each batch at most `max_numel` elements (or one group).
+    """Pieces in batches of whole groups, each batch at most `max_numel` elements, or one group.
+
+    A group whose masters wait with its resident values is a batch by itself.
 
     The cut follows the groups, not what this rank owns of them, so every rank makes as many batches.
     """
@@ -77,9 +84,9 @@ def sub_groups(owned: Collection[OwnedPiece], groups: Sequence[FlatGroup], max_n
     batches: list[list[OwnedPiece]] = [[]]
     numel = 0
     for group in groups:
-        if numel and numel + group.numel > max_numel:
+        if numel and (group.master_waits or numel + group.numel > max_numel):
             batches.append([])
             numel = 0
         batches[-1].extend(by_group[group.index])
-        numel += group.numel
+        numel += max_numel if group.master_waits else group.numel
     return batches

@@ -1,4 +1,7 @@
-"""The values of one group that stay from step to step, whole or this rank's shard: as they are, or as codes."""
+"""The values of one group that stay from step to step, whole or this rank's shard: as they are, or as codes.
+
+Values may also wait in a file (`sharding/file_resident.py`); whoever reads or writes them in place wakes them first.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,31 @@ class Resident:
         """The values, to be written. No rank may be reading them."""
         yield self._values
 
+    @property
+    def waits(self) -> bool:
+        """Whether the values are in memory only while somebody needs them."""
+        return False
+
+    def begin_wake(self) -> None:
+        """Start bringing the values into memory, where they are not and there is room."""
+
+    def finish_read(self) -> None:
+        """Bring the values into memory. They may be let go of again where others need their place."""
+
+    def wake(self) -> torch.Tensor:
+        """The values, in memory until `begin_sleep`; may be repeated, and each time needs its own `begin_sleep`."""
+        return self._values
+
+    def begin_sleep(self, *, changed: bool) -> None:
+        """Nobody uses what `wake` returned any more: start to keep it, if it was changed, and let go of it."""
+
+    def sleep(self) -> None:
+        """Wait until the values are where they wait."""
+
+    def refresh(self, master: torch.Tensor) -> None:
+        """Set all values to `master`'s, rounded to the dtype of storage."""
+        self._values.copy_(master)
+
     def part(self, start: int, numel: int) -> torch.Tensor:
         """A view of the values, or, where there is nothing to view, a tensor of that size on the meta device."""
         return self._values[start : start + numel]
@@ -50,12 +78,16 @@ class Resident:
         self._source.forget()
 
     def nbytes(self) -> int:
-        """Bytes of the values."""
+        """Bytes of the values in memory."""
         return self._stored().nbytes
 
     def copies_nbytes(self) -> int:
         """Bytes of copies beside them."""
         return self._source.nbytes()
+
+    def disk_nbytes(self) -> int:
+        """Bytes of values that wait in a file."""
+        return 0
 
     def _stored(self) -> torch.Tensor:
         return self._values

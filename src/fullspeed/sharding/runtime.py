@@ -25,6 +25,7 @@ from torch import nn
 
 from fullspeed.comm import Agreement
 from fullspeed.sharding import attributes, placeholder
+from fullspeed.sharding.file_resident import ValueFiles
 from fullspeed.sharding.gatherer import Gatherer, Idle, LiveBudget
 from fullspeed.sharding.group import FlatGroup
 from fullspeed.sharding.links import GroupLinks
@@ -49,8 +50,11 @@ class ShardingRuntime:
         budget: LiveBudget,
         policy: ReductionPolicy,
         links: GroupLinks,
+        files: ValueFiles | None = None,
     ) -> None:
+        """`files`: where the resident values of some groups wait, if they do; closed with the runtime."""
         self.groups = list(groups)
+        self.files = files
         self.policy = policy
         self.links = links
         self.device = groups[0].device if groups else torch.device("cpu")
@@ -63,7 +67,7 @@ class ShardingRuntime:
         launches = LaunchCount()
         self._reductions = Reductions((), policy, self._agreement, launches)
         self._expect_gradients()
-        self.gatherer = Gatherer(self.groups, budget, Agreement(links.shard_group), launches)
+        self.gatherer = Gatherer(self.groups, budget, Agreement(links.shard_group), launches, files)
         self._depth = 0
         self._borrowed: list[FlatGroup] = []  # groups used outside their own modules, until the outermost scope ends
         self._in_pass = False  # a backward of ours is under way
@@ -170,7 +174,7 @@ class ShardingRuntime:
             self.gatherer.drain(Idle.FORWARD_DONE)
             if not torch.is_grad_enabled():
                 self.gatherer.free_idle()
-                self.gatherer.trace.end_pass()
+                self.gatherer.end_pass()
                 self.gatherer.leave()
 
     def _release_after_forward(self, group: FlatGroup) -> None:
@@ -293,7 +297,7 @@ class ShardingRuntime:
         for group in self.groups:
             group.held_by_backward = False
         self.gatherer.free_idle()
-        self.gatherer.trace.end_pass()
+        self.gatherer.end_pass()
 
     # ------------------------------------------------------------------- step
 
@@ -322,6 +326,18 @@ class ShardingRuntime:
         for gather in pending:
             if gather is not None:
                 gather.wait()
+        self.check_files()
+
+    def check_files(self) -> None:
+        """Wait until resident values that wait in files are there. Collective if there are any.
+
+        Raises:
+            StorageError: on every rank, when values of any rank could not be read or written since the last round.
+        """
+        if self.files is not None:
+            self.files.flush()
+            failures = self._agreement.exchange([int(self.files.failure is not None)])
+            self.files.raise_failures([rank for rank, (has_failed,) in enumerate(failures) if has_failed])
 
     def clear_grads(self) -> None:
         """Forget all gradients."""
@@ -345,11 +361,14 @@ class ShardingRuntime:
             for param in group.params:
                 attributes.detach(param)
         self._agreement.exchange([0])  # peers have read this rank's shards: what they lie in may go
+        if self.files is not None:
+            self.files.close()
         self.groups.clear()  # the one list that the gatherer and the scopes hold too
         self.slot_of = {}
         self._expect_gradients()
         self._views = TransientViews((), self._need)
         self.on_plain_backward = lambda: None
+        self.check_files()
 
 
 def _before_accumulate(me: weakref.ref[ShardingRuntime], index: int, grad: torch.Tensor) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 import torch
@@ -38,9 +39,36 @@ class MemoryStepper(Stepper):
 
     def step(self, touched: Mapping[nn.Parameter, bool], factor: float) -> None:
         """See `Stepper`."""
-        for batch in sub_groups(self._owned.values(), self._runtime.trainable, self._sub_group_numel):
-            step_batch(self._inner, batch, touched, factor)
+        batches = sub_groups(self._owned.values(), self._runtime.trainable, self._sub_group_numel)
+        for batch, following in zip(batches, [*batches[1:], []], strict=True):
+            with masters_awake(batch, touched, following):
+                step_batch(self._inner, batch, touched, factor)
         self._runtime.publish()
+
+
+@contextmanager
+def masters_awake(
+    batch: Sequence[OwnedPiece], touched: Mapping[nn.Parameter, bool], following: Sequence[OwnedPiece] = ()
+) -> Iterator[None]:
+    """Inside, masters that wait with the resident values are in memory, those of the `following` batch on their way."""
+    changed: dict[FlatGroup, bool] = {}
+    for owned in batch:
+        if owned.group.master_waits:
+            changed[owned.group] = changed.get(owned.group, False) or touched[owned.param]
+    pieces = [owned for owned in batch if owned.group in changed]
+    with ExitStack() as awake:
+        awake.callback(_follow, pieces)
+        for group, is_changed in changed.items():
+            awake.enter_context(group.awake(write=is_changed))
+        _follow(pieces)
+        for group in {owned.group: None for owned in following if owned.group.master_waits}:
+            group.resident.begin_wake()
+        yield
+
+
+def _follow(pieces: Sequence[OwnedPiece]) -> None:
+    for owned in pieces:
+        owned.follow()
 
 
 def step_batch(inner: Optimizer, batch: list[OwnedPiece], touched: Mapping[nn.Parameter, bool], factor: float) -> None:
