@@ -10,7 +10,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -23,21 +23,22 @@ COLUMNS = f"{'engine':<10}{'block KiB':>10}{'depth':>7}{'read GB/s':>11}{'write 
 
 
 class Row(NamedTuple):
-    """One setting and the speeds it reached, medians over trials."""
+    """One setting and the speeds it reached, medians over trials; None for a direction that was left out."""
 
     settings: Settings
-    read_gb_per_s: float
-    write_gb_per_s: float
+    read_gb_per_s: float | None
+    write_gb_per_s: float | None
 
     def text(self) -> str:
         """The row under COLUMNS."""
         block_bytes, depth, engine = self.settings
-        return f"{engine:<10}{block_bytes >> 10:>10}{depth:>7}{self.read_gb_per_s:>11.2f}{self.write_gb_per_s:>12.2f}"
+        read, write = ("-" if speed is None else f"{speed:.2f}" for speed in self[1:])
+        return f"{engine:<10}{block_bytes >> 10:>10}{depth:>7}{read:>11}{write:>12}"
 
     @property
     def seconds_per_gb(self) -> float:
         """Of reading and writing one: what an offloaded optimizer does with its states."""
-        return 1 / self.read_gb_per_s + 1 / self.write_gb_per_s
+        return sum(1 / speed for speed in self[1:] if speed is not None)
 
 
 def run(words: Sequence[str]) -> int:
@@ -46,7 +47,7 @@ def run(words: Sequence[str]) -> int:
     print(f"{given.mib} MiB in {given.folder}\n{COLUMNS}", flush=True)
     rows = []
     for settings in _sweep(given):
-        rows.append(measure(given.folder, given.mib << 20, settings, given.trials))
+        rows.append(measure(given.folder, given.mib << 20, settings, given.trials, given.only))
         print(rows[-1].text(), flush=True)
     best = min(rows, key=lambda row: row.seconds_per_gb)
     print(f"\nbest: engine {best.settings.engine}\n{json.dumps(aio_block(best.settings), indent=2)}")
@@ -60,7 +61,9 @@ def aio_block(settings: Settings) -> dict[str, dict[str, int]]:
     }
 
 
-def measure(folder: pathlib.Path, nbytes: int, settings: Settings, trials: int) -> Row:
+def measure(
+    folder: pathlib.Path, nbytes: int, settings: Settings, trials: int, only: Literal["read", "write"] | None = None
+) -> Row:
     """Write and read a file of the folder that is removed afterwards."""
     memory = aligned_empty(nbytes, torch.uint8).fill_(1)
     engine = make_engine(settings)
@@ -68,12 +71,17 @@ def measure(folder: pathlib.Path, nbytes: int, settings: Settings, trials: int) 
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             file = File(pathlib.Path(scratch, "bytes"), engine, is_writable=True)
             file.reserve(nbytes)
+            # Written in any case: reading what only is reserved costs the disk nothing.
             write_s = _median_s(lambda: file.submit(memory, 0, is_write=True).wait(), file, trials)
             read_s = _median_s(lambda: file.submit(memory, 0, is_write=False).wait(), file, trials)
             file.close()
     finally:
         engine.close()
-    return Row(settings, nbytes / read_s / 1e9, nbytes / write_s / 1e9)
+    return Row(
+        settings,
+        None if only == "write" else nbytes / read_s / 1e9,
+        None if only == "read" else nbytes / write_s / 1e9,
+    )
 
 
 def _median_s(transfer: Callable[[], None], file: File, trials: int) -> float:
@@ -111,6 +119,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     add("--block-kib", type=_numbers, default=[256, 1024, 8192], metavar="N,N", help="request sizes (256,1024,8192)")
     add("--depth", type=_numbers, default=[1, 4, 16], metavar="N,N", help="requests under way at once (1,4,16)")
     add("--engine", choices=ENGINES, help="only this one (all that work here)")
+    add("--only", choices=("read", "write"), help="report and choose by one direction (both)")
     add("--trials", type=int, default=3, metavar="N", help="transfers of which the median counts (3)")
     given = parser.parse_args(list(words))
     if not given.folder.is_dir():

@@ -21,6 +21,7 @@ usage: fullspeed [run] [flags] script.py [words for the script]
        fullspeed plot RUN [-o curves.png]
        fullspeed bench comm [--ranks N] [flags]
        fullspeed bench io [FOLDER] [flags]
+       fullspeed bench memory [flags]
        fullspeed convert COMMAND CHECKPOINT OUTPUT [flags]
 
 commands:
@@ -30,7 +31,7 @@ commands:
   report   print versions, device, kernels, backends and cores
   config   print what a configuration asks for, what of it does nothing, and the memory it needs
   plot     draw the curves that json_monitor or csv_monitor wrote
-  bench    measure collectives over sizes, beside the backend's own; or a disk, for the best aio settings
+  bench    measure collectives over sizes, beside the backend's own; a disk, for the best aio settings; or memory
   convert  turn checkpoints, FullSpeed's or DeepSpeed's, into other files
 
 options:
@@ -112,11 +113,15 @@ def plot(words: Sequence[str]) -> int:
 
 
 def bench(words: Sequence[str]) -> int:
-    """Measure collectives, or a disk."""
+    """Measure collectives, a disk, or memory."""
     if words and words[0] == "io":
         from fullspeed.cli.bench_io import run as run_io
 
         return run_io(words[1:])
+    if words and words[0] == "memory":
+        from fullspeed.cli.bench_memory import run as run_memory
+
+        return run_memory(words[1:])
     from fullspeed.cli.bench_comm import run
 
     return run(words)

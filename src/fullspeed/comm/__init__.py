@@ -22,6 +22,7 @@ from fullspeed.comm.hierarchy import HierarchicalGather, MessageGather, Replicat
 from fullspeed.comm.init import destroy_process_group, init_distributed, is_initialized
 from fullspeed.comm.mesh import column_of, ranks_per_node, row_of
 from fullspeed.comm.observe import CommEvent, CommRecorder, observing
+from fullspeed.comm.pending import Pending, Then
 from fullspeed.comm.quantized import CodesGather, Feedback, Hop, QuantizedGather, QuantizedReduce
 from fullspeed.comm.shared_memory import trim_shared_memory
 from fullspeed.comm.shared_transport import make_transport
@@ -36,7 +37,7 @@ from fullspeed.comm.traffic import (
     log_summary,
     reset_log,
 )
-from fullspeed.comm.transport import AllReduceTransport, Gather, Pending, Reduce, Then, Transport
+from fullspeed.comm.transport import AllReduceTransport, Gather, Reduce, Transport
 
 __all__ = [
     "Agreement",

@@ -14,7 +14,8 @@ from typing_extensions import override
 
 from fullspeed.comm.collectives import Group, global_ranks
 from fullspeed.comm.mismatch import Channel, Intent
-from fullspeed.comm.transport import Pending, Transport
+from fullspeed.comm.pending import Pending
+from fullspeed.comm.transport import Transport
 
 _Start = Callable[[], Pending]
 _numbers: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)

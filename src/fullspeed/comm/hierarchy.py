@@ -12,7 +12,8 @@ import torch
 from typing_extensions import override
 
 from fullspeed.base.layout import round_up
-from fullspeed.comm.transport import Gather, Pending, Reduce, Then
+from fullspeed.comm.pending import Pending, Then
+from fullspeed.comm.transport import Gather, Reduce
 
 
 class TwoPhase(Pending):

@@ -17,7 +17,8 @@ import torch
 from typing_extensions import override
 
 from fullspeed.comm.hierarchy import MessageGather, TwoPhase
-from fullspeed.comm.transport import Exchange, Gather, Pending, Reduce, Then
+from fullspeed.comm.pending import Pending, Then
+from fullspeed.comm.transport import Exchange, Gather, Reduce
 from fullspeed.kernels.format import BlockFormat
 from fullspeed.kernels.quantize import DTYPES, dequantize, dequantize_sum, quantize
 

@@ -12,16 +12,14 @@ from typing_extensions import override
 from fullspeed.comm import mismatch
 from fullspeed.comm.checked_transport import CheckedTransport
 from fullspeed.comm.collectives import Group, get_rank, get_world_size, global_ranks
+from fullspeed.comm.pending import Chained, Pending, observed
 from fullspeed.comm.shared_memory import SharedArena, can_share, shared_arena
 from fullspeed.comm.transport import (
-    Chained,
     NativeTransport,
     NullTransport,
     PairwiseTransport,
-    Pending,
     Transport,
     emit_whole,
-    observed,
     sum_in_order,
     with_own,
 )

@@ -22,123 +22,7 @@ from typing_extensions import override
 
 from fullspeed.comm.collectives import Group, get_rank, get_world_size, global_ranks
 from fullspeed.comm.observe import Finish, emit
-
-
-class Pending(Protocol):
-    """A transfer under way."""
-
-    def advance(self) -> bool:
-        """Wait for the phase under way and start the next, if there is one; bounds what is in flight.
-
-        Returns whether the result is complete, though peers may still be reading what was sent.
-        """
-
-    def poll(self) -> bool:
-        """Do what can be done without waiting; whether `wait` would return at once now. May err towards no."""
-
-    def wait(self) -> None:
-        """Return when the result is complete (on an accelerator: when the current stream may use it)."""
-
-
-class Done(Pending):
-    """A transfer that needed no waiting."""
-
-    @override
-    def advance(self) -> bool:
-        return True
-
-    @override
-    def poll(self) -> bool:
-        return True
-
-    @override
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-
-class _Finishing(Pending):
-    """Works to wait for, then a local computation that makes their result usable."""
-
-    def __init__(self, works: list[dist.Work], finish: Callable[[], None] | None = None) -> None:
-        self._works = works
-        self._finish = finish
-
-    @override
-    def advance(self) -> bool:
-        self.wait()
-        return True
-
-    @override
-    def poll(self) -> bool:
-        if all(work.is_completed() for work in self._works):
-            self.wait()
-        return not self._works
-
-    @override
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works = []
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
-
-
-class Chained(Pending):
-    """A transfer whose second phase can start only when the first, which has one phase, is complete."""
-
-    def __init__(self, first: Pending, start_second: Callable[[], Pending]) -> None:
-        self._first, self._start_second = first, start_second
-        self._second: Pending | None = None
-
-    @override
-    def advance(self) -> bool:
-        if self._second is not None:
-            return self._second.advance()
-        self._first.advance()
-        self._second = self._start_second()
-        return False
-
-    @override
-    def poll(self) -> bool:
-        if self._second is None and self._first.poll():
-            self._second = self._start_second()
-        return self._second is not None and self._second.poll()
-
-    @override
-    def wait(self) -> None:
-        if self._second is None:
-            self.advance()
-        assert self._second is not None
-        self._second.wait()
-
-
-class _Observed(Pending):
-    """A transfer whose end someone wants to know."""
-
-    def __init__(self, transfer: Pending, finish: Finish) -> None:
-        self._transfer = transfer
-        self._finish: Finish | None = finish
-
-    @override
-    def advance(self) -> bool:
-        return self._transfer.advance()
-
-    @override
-    def poll(self) -> bool:
-        return self._transfer.poll()
-
-    @override
-    def wait(self) -> None:
-        self._transfer.wait()
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
-
-
-def observed(transfer: Pending, finish: Finish | None) -> Pending:
-    """`transfer`, with `finish` (what `emit` returned) called when it has been waited for."""
-    return transfer if finish is None else _Observed(transfer, finish)
+from fullspeed.comm.pending import Chained, Done, Finishing, Pending, Then, observed
 
 
 class Buffers(Protocol):
@@ -230,27 +114,27 @@ class NativeTransport(Transport):
     @override
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
         finish = emit_whole("all_gather", full, self._ranks)
-        return observed(_Finishing([self._gather(full, shard, group=self._group, async_op=True)]), finish)
+        return observed(Finishing([self._gather(full, shard, group=self._group, async_op=True)]), finish)
 
     @override
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
         finish = emit_whole("reduce_scatter", full, self._ranks)
         if out.dtype == full.dtype:
             work = self._reduce_scatter(out, full, group=self._group, async_op=True)
-            return observed(_Finishing([work]), finish)
+            return observed(Finishing([work]), finish)
         narrow = torch.empty(out.numel(), dtype=full.dtype, device=full.device)
         work = self._reduce_scatter(narrow, full, group=self._group, async_op=True)
-        return observed(_Finishing([work], lambda: _copy(out, narrow)), finish)
+        return observed(Finishing([work], lambda: _copy(out, narrow)), finish)
 
     @override
     def all_reduce(self, full: torch.Tensor) -> Pending:
         finish = emit_whole("all_reduce", full, self._ranks)
-        return observed(_Finishing([dist.all_reduce(full, group=self._group, async_op=True)]), finish)
+        return observed(Finishing([dist.all_reduce(full, group=self._group, async_op=True)]), finish)
 
     @override
     def all_to_all(self, send: torch.Tensor, receive: torch.Tensor) -> Pending:
         finish = emit_whole("all_to_all", send, self._ranks)
-        return observed(_Finishing([dist.all_to_all_single(receive, send, group=self._group, async_op=True)]), finish)
+        return observed(Finishing([dist.all_to_all_single(receive, send, group=self._group, async_op=True)]), finish)
 
 
 class PairwiseTransport(Transport):
@@ -285,7 +169,7 @@ class PairwiseTransport(Transport):
         finish = emit_whole("all_gather", full, self._ranks)
         slices = with_own(full, shard, self._rank, self._world_size)
         own = slices[self._rank]
-        return observed(_Finishing(self._exchange(lambda peer: own, lambda peer: slices[peer])), finish)
+        return observed(Finishing(self._exchange(lambda peer: own, lambda peer: slices[peer])), finish)
 
     @override
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
@@ -301,7 +185,7 @@ class PairwiseTransport(Transport):
         tag = self._next_tag()  # drawn now, so that tags follow the order of calls, not of waits
 
         def hand_round() -> Pending:
-            return _Finishing(self._exchange(lambda peer: own, lambda peer: slices[peer], tag))
+            return Finishing(self._exchange(lambda peer: own, lambda peer: slices[peer], tag))
 
         return observed(Chained(self._sum_to_owner(full, own), hand_round), finish)
 
@@ -311,14 +195,14 @@ class PairwiseTransport(Transport):
         to_send, to_receive = send.view(self._world_size, -1), receive.view(self._world_size, -1)
         to_receive[self._rank].copy_(to_send[self._rank])
         works = self._exchange(lambda peer: to_send[peer], lambda peer: to_receive[peer])
-        return observed(_Finishing(works), finish)
+        return observed(Finishing(works), finish)
 
     def _sum_to_owner(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
         slices = full.view(self._world_size, -1)
         received = torch.empty((len(self._peers), slices.shape[1]), dtype=full.dtype, device=full.device)
         row = {peer: index for index, peer in enumerate(self._peers)}
         works = self._exchange(lambda peer: slices[peer], lambda peer: received[row[peer]])
-        return _Finishing(works, lambda: self._sum(slices[self._rank], received, out))
+        return Finishing(works, lambda: self._sum(slices[self._rank], received, out))
 
     def _sum(self, own: torch.Tensor, received: torch.Tensor, out: torch.Tensor) -> None:
         """Ranks are added in rank order, so every world size is repeatable."""
@@ -367,33 +251,6 @@ class AllReduceTransport(Reduce):
     @override
     def all_reduce(self, full: torch.Tensor) -> Pending:
         return self._inner.all_reduce(full)
-
-
-class Then(Pending):
-    """A transfer, then a local computation on its result."""
-
-    def __init__(self, first: Pending, finish: Callable[[], object]) -> None:
-        self._first = first
-        self._finish: Callable[[], object] | None = finish
-
-    @override
-    def advance(self) -> bool:
-        return self._first.advance() and self._complete()
-
-    @override
-    def poll(self) -> bool:
-        return self._first.poll() and self._complete()
-
-    @override
-    def wait(self) -> None:
-        self._first.wait()
-        self._complete()
-
-    def _complete(self) -> bool:
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
-        return True
 
 
 def emit_whole(op: str, full: torch.Tensor, ranks: tuple[int, ...]) -> Finish | None:

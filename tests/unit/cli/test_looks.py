@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 from fullspeed.base.errors import UsageError
+from fullspeed.cli import aliases, plot
 from fullspeed.cli import main as cli
-from fullspeed.cli import plot
 from fullspeed.cli.bench_comm import COLUMNS, Row, Sweep, measure
+from fullspeed.cli.bench_memory import host_actions
 from fullspeed.monitor.sinks import JSONSink
 from tests.ranks import ranks
 
@@ -176,3 +178,45 @@ def test_bench_io_measures_a_folder_and_names_the_best_settings(
     assert list(tmp_path.iterdir()) == []
     code, _, err = run(capsys, "bench", "io", str(tmp_path / "absent"))
     assert (code, "absent is no folder" in err) == (cli.USAGE_EXIT_CODE, True)
+
+
+def test_bench_io_reports_one_direction_where_asked(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    flags = ("--mib", "1", "--block-kib", "64", "--depth", "1", "--trials", "1", "--engine", "python")
+    code, out, _ = run(capsys, "bench", "io", str(tmp_path), *flags, "--only", "write")
+    (row,) = [line.split() for line in out.splitlines() if line.startswith("python ")]
+    assert (code, row[3], float(row[4]) >= 0) == (0, "-", True)
+
+
+def test_ds_io_and_ds_nvme_tune_take_their_users_flags(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(aliases, "main", lambda words: asked.append(words) or 0)
+    line = f"ds_io --folder {tmp_path} --io_size 64M --block_size 1M --queue_depth 32 --loops 2 --read --gpu"
+    monkeypatch.setattr(sys, "argv", line.split())
+    assert aliases.ds_io() == 0
+    words = f"{tmp_path} --mib 64 --trials 2 --block-kib 1024 --depth 32 --only read"
+    assert asked.pop() == ["bench", "io", *words.split()]
+    assert capsys.readouterr().err == "ds_io: without effect here: --gpu\n"
+    monkeypatch.setattr(sys, "argv", ["ds_nvme_tune", "--nvme_dir", "one", "two", "--no_read", "--io_size", "10M"])
+    assert aliases.ds_nvme_tune() == 0
+    expected = ["--mib", "10", "--trials", "3", "--only", "write"]
+    assert asked == [["bench", "io", "one", *expected], ["bench", "io", "two", *expected]]
+    monkeypatch.setattr(sys, "argv", ["ds_io", "--io_size", "much"])
+    with pytest.raises(SystemExit):
+        aliases.ds_io()
+    assert "'much' is no size" in capsys.readouterr().err
+
+
+def test_bench_memory_times_copies_and_updates(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "bench", "memory", "--mib", "1", "--threads", "1,2", "--trials", "1")
+    rows = [line for line in out.splitlines() if line.startswith(("copy", "scale", "update"))]
+    assert (code, len(rows)) == (0, 6)
+    assert all(float(line.split()[-1]) > 0 for line in rows)
+    code, _, err = run(capsys, "bench", "memory", "--mib", "0")
+    assert (code, "must be at least 1" in err) == (cli.USAGE_EXIT_CODE, True)
+
+
+def test_bench_memory_counts_the_bytes_of_an_update_once_each() -> None:
+    moved = {name: nbytes for name, (_, nbytes) in host_actions(100).items()}
+    assert moved == {"copy": 800, "scale in place": 800, "update (Adam)": 2800}

@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 
 from fullspeed.comm.hierarchy import TwoPhase
-from fullspeed.comm.transport import Chained, Pending, Then
+from fullspeed.comm.pending import Chained, Pending, Then
 
 NUM_TRANSFERS = 3
 
