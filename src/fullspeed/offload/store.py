@@ -76,28 +76,34 @@ class FileStore:
         if self.nbytes:
             self._file.reserve(self.nbytes)
 
-    def submit_write(self, name: str, tensor: Tensor) -> Handle:
-        """Start writing a tensor under a name. The tensor may not change until the handle has been waited for."""
+    def submit_write(self, name: str, tensor: Tensor, start: int | None = None) -> Handle:
+        """Start writing a tensor under a name, or elements of one from `start` on.
+
+        The tensor may not change until the handle has been waited for.
+        """
         if name not in self._slots:
             self.reserve([(name, tensor.shape, tensor.dtype)])
-        return self._submit(name, tensor, is_write=True)
+        return self._submit(name, tensor, start, is_write=True)
 
-    def submit_read(self, name: str, into: Tensor) -> Handle:
-        """Start reading a tensor; `into` has its values once the handle has been waited for."""
-        return self._submit(name, into, is_write=False)
+    def submit_read(self, name: str, into: Tensor, start: int | None = None) -> Handle:
+        """Start reading a tensor, or its elements from `start` on; `into` has them once the handle is waited for."""
+        return self._submit(name, into, start, is_write=False)
 
-    def _submit(self, name: str, tensor: Tensor, *, is_write: bool) -> Handle:
+    def _submit(self, name: str, tensor: Tensor, start: int | None, *, is_write: bool) -> Handle:
         slot = self.slot(name)
-        if tensor.dtype != slot.dtype or tensor.numel() != slot.shape.numel():
+        room = slot.shape.numel() - (start or 0)
+        fits = tensor.numel() == room if start is None else start >= 0 and tensor.numel() <= room
+        if tensor.dtype != slot.dtype or not fits:
+            part = "" if start is None else f" from element {start} on"
             raise UsageError(
                 f"{name} in {self.path} is {slot.dtype} of shape {tuple(slot.shape)}, "
-                f"not {tensor.dtype} of shape {tuple(tensor.shape)}"
+                f"not {tensor.dtype} of shape {tuple(tensor.shape)}{part}"
             )
         self._check_there()
         earlier = self._under_way.get(name)
         if earlier is not None and not earlier.is_waited_for:
             raise UsageError(f"{name} in {self.path} is being moved; wait for that first")
-        handle = self._file.submit(tensor, slot.offset, is_write=is_write)
+        handle = self._file.submit(tensor, slot.offset + (start or 0) * slot.dtype.itemsize, is_write=is_write)
         self._under_way[name] = handle
         return handle
 

@@ -137,7 +137,7 @@ class FlatGroup:
         return self._asleep() if self.resident.waits else self._own_store()
 
     def _asleep(self) -> torch.Tensor:
-        """What masters are while they wait with the resident values: of their shape, NaN to read, no memory to write."""
+        """What masters are while they wait with the resident values: of their shape, NaN to read, nothing to write."""
         nan = torch.full((1,), torch.nan, dtype=self.dtypes.storage, device=self.device)
         return nan.expand(self.layout.shard_numel)
 
