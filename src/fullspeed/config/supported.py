@@ -34,10 +34,6 @@ def _is_above_one(value: int | None) -> bool:
     return value is not None and value > 1
 
 
-def _is_disk(device: object) -> bool:
-    return device == "nvme"
-
-
 def _differs(section: Any) -> bool:
     """Whether a section says anything but its defaults."""
     return bool(section != type(section)())
@@ -86,7 +82,6 @@ MISSING: tuple[Missing, ...] = (
     Missing("compile.autoep_non_moe", _is_on),
     Missing("zero_optimization.elastic_checkpoint", _is_on),
     Missing("zero_optimization.enable_sanity_checks", _is_on),
-    Missing("zero_optimization.offload_optimizer.device", _is_disk, 'set device: "none"'),
     Missing("zero_optimization.offload_optimizer.super_offload", _is_on),
     Missing("zero_optimization.zenflow", _is_given, REMOVE),
     Missing("zero_optimization.weight_quantization", _is_given, REMOVE),

@@ -357,6 +357,9 @@ class Engine(ConfigAccessors, LayoutCheckpointing, Batches, Changes, Watched, nn
                 totals[name] += nbytes
         totals["staging"] = self._staging.nbytes
         totals["buffers"] = 0 if self.runtime.files is None else self.runtime.files.pool.total_bytes
+        if (state_files := self.runtime.state_files) is not None:
+            totals["buffers"] += state_files.buffer_bytes()
+            totals["disk"] += state_files.nbytes()
         totals["optimizer"] = 0 if self.optimizer is None else self.optimizer.nbytes()
         totals["peak_live"] = self.runtime.gatherer.peak_live_bytes
         return totals

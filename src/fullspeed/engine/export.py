@@ -15,6 +15,7 @@ from fullspeed.comm import get_rank
 from fullspeed.comm.rendezvous import rendezvous, together
 from fullspeed.engine.collect import NamedState, is_trainable, named_state
 from fullspeed.engine.engine import Engine
+from fullspeed.offload.file_tensor import in_memory
 from fullspeed.sharding import placeholder
 from fullspeed.sharding.group import FlatGroup
 from fullspeed.sharding.runtime import ShardingRuntime
@@ -155,9 +156,10 @@ def _whole_values(group: FlatGroup, *, exact: bool) -> torch.Tensor:
     """A group's flat values, whole: resident ones, or the masters behind them. Collective where they are sharded."""
     if exact and group.has_separate_master:
         assert group.master is not None
+        own = in_memory(group.master)
         if not group.placement.optim:
-            return group.master
-        whole = torch.empty(group.numel, dtype=group.master.dtype, device=group.device)
-        group.links.gather.all_gather(whole, group.master).wait()
+            return own
+        whole = torch.empty(group.numel, dtype=own.dtype, device=group.device)
+        group.links.gather.all_gather(whole, own).wait()
         return whole
     return group.whole_resident()

@@ -262,6 +262,7 @@ def write_optimizer(
         optimizer.state.pop(owned.tensor, None)
         if entries:
             optimizer.state[owned.tensor] = entries
+            optimizer.keep_state(owned)
     for group, row in zip(optimizer.param_groups, common["param_groups"], strict=True):
         for name, value in row.items():
             if name == "fqns":

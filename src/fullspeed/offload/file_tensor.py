@@ -6,7 +6,7 @@ own code, sees an ordinary tensor in host memory; what it computes is one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -66,11 +66,7 @@ class FileTensor(Tensor):
     @classmethod
     @override
     def __torch_dispatch__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
         lazy = _LAZY.get(func)
         if lazy is not None and (made := lazy(*args, **(kwargs or {}))) is not None:
@@ -78,7 +74,7 @@ class FileTensor(Tensor):
         loaded: dict[int, tuple[FileTensor, Tensor]] = {}
         written = set(_written(func, args, kwargs or {}))
 
-        def in_memory(value: Any) -> Any:
+        def loaded_of(value: Any) -> Any:
             if not isinstance(value, FileTensor):
                 return value
             if id(value) not in loaded:
@@ -87,7 +83,7 @@ class FileTensor(Tensor):
                 loaded[id(value)] = (value, values)
             return loaded[id(value)][1]
 
-        result = func(*tree_map(in_memory, args), **tree_map(in_memory, kwargs or {}))
+        result = func(*tree_map(loaded_of, args), **tree_map(loaded_of, kwargs or {}))
         for tensor, values in loaded.values():
             if id(tensor) in written:
                 if values.shape != tensor.shape:
@@ -96,7 +92,7 @@ class FileTensor(Tensor):
         originals = {id(values): tensor for tensor, values in loaded.values() if id(tensor) in written}
         return tree_map(lambda value: originals.get(id(value), value), result)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"FileTensor({self.key}, shape={tuple(self.shape)}, dtype={self.dtype}, file={str(self.store.path)!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -104,6 +100,11 @@ class FileTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.load()
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """The tensor itself, or what a FileTensor holds."""
+    return tensor.load() if isinstance(tensor, FileTensor) else tensor
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:

@@ -5,6 +5,7 @@ Every group passes through one of a few buffers: it is read into it, computed wi
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -23,6 +24,15 @@ class Action(NamedTuple):
 
     kind: Literal["read", "await read", "compute", "write", "await write"]
     group: int
+
+
+class Spent(NamedTuple):
+    """Where the time of a stream went, in seconds. What reading and writing took besides was hidden."""
+
+    read_s: float = 0.0  # waited for reads
+    compute_s: float = 0.0
+    write_s: float = 0.0  # waited for writes
+    moved_bytes: int = 0  # read and written
 
 
 def plan(num_groups: int, num_buffers: int, *, pipeline_read: bool, pipeline_write: bool) -> list[Action]:
@@ -64,23 +74,32 @@ def stream(
     *,
     pipeline_read: bool = True,
     pipeline_write: bool = True,
-) -> None:
+) -> Spent:
     """Read each group of the store's tensors, have `compute` change them in place, and write them back.
 
     groups: names of tensors; those of a group fit in one buffer of the pool, each begun at a multiple of 4096 bytes.
     compute: gets the group's index and its tensors by name, which are the pool's after it has returned.
 
     All buffers of the pool are used, and given back also when something fails; then groups before the failure are
-    written, the others as they were.
+    written, the others as they were. Returns where the time went.
     """
     run = _Run(store, pool, groups, compute)
+    spent_s = dict.fromkeys(run.actions, 0.0)
     try:
         for kind, group in plan(
             len(groups), pool.num_buffers, pipeline_read=pipeline_read, pipeline_write=pipeline_write
         ):
+            began = time.perf_counter()
             run.actions[kind](group)
+            spent_s[kind] += time.perf_counter() - began
     finally:
         run.finish()
+    return Spent(
+        spent_s["read"] + spent_s["await read"],
+        spent_s["compute"],
+        spent_s["write"] + spent_s["await write"],
+        2 * sum(store.slot(name).nbytes for names in groups for name in names),
+    )
 
 
 class _Run:

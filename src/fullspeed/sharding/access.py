@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fullspeed.base.errors import UsageError
 from fullspeed.comm import all_gather_object
+from fullspeed.offload.file_tensor import in_memory
 from fullspeed.sharding.group import FlatGroup
 from fullspeed.sharding.optimizer import ShardedOptimizer
 from fullspeed.sharding.pieces import OwnedPiece
@@ -151,9 +152,9 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     owned = _owned(param)
     if owned is None or owned.group.master is None:
         return None
-    if not owned.group.master_waits:
-        return owned.tensor.detach().reshape(-1)
-    return owned.part_of(owned.group.store)
+    if owned.group.master_waits:
+        return owned.part_of(owned.group.store)
+    return owned.part_of(owned.group.master).detach().reshape(-1)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -216,6 +217,7 @@ def _check_shape(param: nn.Parameter, value: torch.Tensor) -> None:
 
 def _whole(group: FlatGroup, own: torch.Tensor) -> torch.Tensor:
     """The flat whole of which `own` is this rank's part."""
+    own = in_memory(own)
     if not group.placement.optim:
         return own
     full = torch.empty(group.numel, dtype=own.dtype, device=own.device)

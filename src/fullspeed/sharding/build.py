@@ -21,6 +21,7 @@ from fullspeed.sharding.placement import placement_of
 from fullspeed.sharding.plan import MERGE_NUMEL, Grouping, PlannedGroup, make_plan
 from fullspeed.sharding.reductions import ReductionPolicy
 from fullspeed.sharding.runtime import ShardingRuntime
+from fullspeed.sharding.state_files import make_state_files, plan_states
 
 
 def build_runtime(
@@ -55,6 +56,8 @@ def build_runtime(
     scaling = _grad_scaling(config, links.num_ranks)
     file_plan = plan_files(plan.groups, persistent, zero.offload_param, precision, links.world_size)
     files = make_files(file_plan, config, links)
+    state_plan = plan_states(plan.groups, zero.offload_optimizer, links.world_size)
+    state_files = make_state_files(state_plan, config, links)
     groups = []
     with first_values() as values_of:
         for index, planned in enumerate(plan.groups):
@@ -63,6 +66,8 @@ def build_runtime(
             flat = FlatGroup(index, planned.params, group_placement, dtypes, links, scaling, values_of)
             if files is not None and index in file_plan.waiting:
                 flat.keep_in_file(files)
+            if state_files is not None and flat.has_separate_master and index in state_plan.waiting:
+                flat.keep_master_in_file(state_files.tensor(flat, "master", dtypes.master))
             groups.append(flat)
     runtime = ShardingRuntime(
         root=model,
@@ -80,6 +85,7 @@ def build_runtime(
         ),
         links=links,
         files=files,
+        state_files=state_files,
     )
     runtime.check_files()
     if files is not None:

@@ -31,6 +31,7 @@ from fullspeed.base.errors import UsageError
 from fullspeed.base.layout import FlatLayout, Piece
 from fullspeed.comm import Pending
 from fullspeed.kernels.quantize import DTYPES
+from fullspeed.offload.file_tensor import FileTensor
 from fullspeed.precision.policy import CopyDtypes
 from fullspeed.sharding import placeholder
 from fullspeed.sharding.file_resident import FileResident, ValueFiles
@@ -138,7 +139,7 @@ class FlatGroup:
 
     def _asleep(self) -> torch.Tensor:
         """What masters are while they wait with the resident values: of their shape, NaN to read, nothing to write."""
-        nan = torch.full((1,), torch.nan, dtype=self.dtypes.storage, device=self.device)
+        nan = torch.full((1,), torch.nan, dtype=self.dtypes.master, device=self.device)
         return nan.expand(self.layout.shard_numel)
 
     def keep_in_file(self, files: ValueFiles) -> None:
@@ -151,6 +152,23 @@ class FlatGroup:
     def master_waits(self) -> bool:
         """Whether masters are in memory only inside `awake`, being the resident values that wait in a file."""
         return self.resident.waits and self.master is not None and not self.has_separate_master
+
+    def keep_master_in_file(self, tensor: FileTensor) -> None:
+        """From now on masters that are tensors of their own wait in a file."""
+        assert self.master is not None
+        tensor.save(self.master)
+        self.master = tensor
+
+    @property
+    def master_in_memory(self) -> torch.Tensor:
+        """What the optimizer's tensors are views of: `master`, or while that is in a file of its own, NaN."""
+        assert self.master is not None
+        return self._asleep() if self.master_in_file else self.master
+
+    @property
+    def master_in_file(self) -> bool:
+        """Whether masters wait in a file of their own; reading and writing them goes there."""
+        return isinstance(self.master, FileTensor)
 
     @contextmanager
     def awake(self, *, write: bool = False) -> Iterator[None]:
@@ -294,16 +312,26 @@ class FlatGroup:
     # ----------------------------------------------------------- resident values
 
     @torch.no_grad()
-    def begin_publish(self) -> Pending | None:
+    def refresh(self) -> None:
+        """Bring the resident values that this rank owns up to date with `master`, where that is another tensor."""
+        self.forget_copies()
+        if not self.has_separate_master:
+            return
+        assert self.master is not None
+        if self.placement.params:
+            self.resident.refresh(self.master)
+        else:
+            self._own_store().copy_(self.master)
+
+    @torch.no_grad()
+    def begin_publish(self, *, is_refreshed: bool = False) -> Pending | None:
         """After the optimizer's step: bring the resident values up to date with `master`.
 
         Returns a pending gather where whole parameters are updated shard by shard, else None (sharded parameters
         are refilled by their next unshard).
         """
-        assert self.master is not None
-        self.forget_copies()
-        if self.has_separate_master:
-            self._refresh(self.master)
+        if not is_refreshed:
+            self.refresh()
         assert not (self.is_transient and self._is_whole), "free stale values before publishing new ones"
         for param in self.params:
             # A graph kept across the step must fail its version check, as it does in plain torch.
@@ -313,12 +341,6 @@ class FlatGroup:
         if self.placement.optim and not self.placement.params:
             return self.links.gather.all_gather(self.store, self._own_store())
         return None
-
-    def _refresh(self, master: torch.Tensor) -> None:
-        if self.placement.params:
-            self.resident.refresh(master)
-        else:
-            self._own_store().copy_(master)
 
     def forget_copies(self) -> None:
         """The resident values change: the next unshard reads them, not a copy made before. On all ranks alike."""
@@ -409,7 +431,7 @@ class FlatGroup:
 
     def nbytes(self) -> dict[str, int]:
         """Bytes this rank holds for the group, by name; see `Engine.memory_bytes`."""
-        master = self.master if self.dtypes.master != self.dtypes.storage else None
+        master = self.master if self.has_separate_master and not self.master_in_file else None
         return {
             "params": self.resident.nbytes(),
             "secondary": self.resident.copies_nbytes(),

@@ -20,6 +20,7 @@ from fullspeed.base.log import log_dist
 from fullspeed.comm import Group, ReduceOp, all_gather_object, all_reduce
 from fullspeed.optim.shards import ShardAware
 from fullspeed.precision.loss_scale import LossScale, LossScaleChange
+from fullspeed.sharding.file_stepper import FileStepper
 from fullspeed.sharding.parameter_offload import ParameterOffload
 from fullspeed.sharding.pieces import OwnedPiece, own_pieces, own_state
 from fullspeed.sharding.runtime import ShardingRuntime
@@ -79,8 +80,12 @@ class ShardedOptimizer(WrappedOptimizer):
         self._whole_params: list[list[nn.Parameter]] = []
         self.before_new_group: Callable[[], None] = lambda: None
         self._replace_params()
-        self._stepper: Stepper = MemoryStepper(inner, runtime, self.owned, policy.sub_group_numel)
+        self._stepper = self._make_stepper()
         self.bind_shards()
+
+    def _make_stepper(self) -> Stepper:
+        how = (self.optimizer, self.runtime, self.owned, self.policy.sub_group_numel)
+        return MemoryStepper(*how) if self.runtime.state_files is None else FileStepper(*how, self.dp_group)
 
     def _replace_params(self) -> None:
         """In every param group, put this rank's pieces in the place of whole parameters."""
@@ -235,6 +240,16 @@ class ShardedOptimizer(WrappedOptimizer):
     def parameter_offload(self) -> ParameterOffload:
         """What TRL takes for the hooks of stage 3."""
         return ParameterOffload(self.runtime.groups)
+
+    def keep_state(self, owned: OwnedPiece) -> None:
+        """The state of a piece was set from outside: put it where states are between steps."""
+        self._stepper.keep_state(owned)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave, on the same rank of the same number of ranks."""
+        super().load_state_dict(state_dict)
+        for owned in self.owned.values():
+            self.keep_state(owned)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients accumulated and reduced so far."""

@@ -25,8 +25,7 @@ class OwnedPiece:
 
     def follow(self) -> None:
         """Have `tensor` be where the group's masters are now: they come and go if they wait in a file."""
-        assert self.group.master is not None
-        self.tensor.data = self.part_of(self.group.master)
+        self.tensor.data = self.part_of(self.group.master_in_memory)
 
     def part_of(self, flat: torch.Tensor) -> torch.Tensor:
         """This piece of a flat tensor that is laid out as the group's masters: a view in the shape of `tensor`."""
@@ -57,7 +56,7 @@ def _own(param: nn.Parameter, group: FlatGroup, piece: Piece) -> OwnedPiece:
     assert group.master is not None
     if not group.placement.optim and group.master.data_ptr() == group.full.data_ptr() and not group.is_transient:
         return OwnedPiece(param, param, group, piece)
-    flat = group.master[piece.shard_offset : piece.shard_offset + piece.numel]
+    flat = group.master_in_memory[piece.shard_offset : piece.shard_offset + piece.numel]
     shaped = flat if group.placement.optim else flat.view(group.layout.slots[piece.slot].shape)
     return OwnedPiece(param, nn.Parameter(shaped, requires_grad=True), group, piece)
 

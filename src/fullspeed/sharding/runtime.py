@@ -15,7 +15,7 @@ Life of a pass
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ from fullspeed.sharding.outputs import tensors_in
 from fullspeed.sharding.owner import RuntimeOwner
 from fullspeed.sharding.reductions import ReductionPolicy, Reductions
 from fullspeed.sharding.scopes import Scopes, not_compiled, uncompiled
+from fullspeed.sharding.state_files import StateFiles
 from fullspeed.sharding.views import TransientViews
 
 
@@ -51,10 +52,14 @@ class ShardingRuntime:
         policy: ReductionPolicy,
         links: GroupLinks,
         files: ValueFiles | None = None,
+        state_files: StateFiles | None = None,
     ) -> None:
-        """`files`: where the resident values of some groups wait, if they do; closed with the runtime."""
+        """Where the resident values of some groups wait, and the masters and states, if they do.
+
+        Both are closed with the runtime.
+        """
         self.groups = list(groups)
-        self.files = files
+        self.files, self.state_files = files, state_files
         self.policy = policy
         self.links = links
         self.device = groups[0].device if groups else torch.device("cpu")
@@ -319,10 +324,10 @@ class ShardingRuntime:
         self.meet()
         self._agreement.exchange([0])
 
-    def publish(self) -> None:
-        """After the step: every rank sees the new values."""
+    def publish(self, refreshed: Collection[FlatGroup] = ()) -> None:
+        """After the step: every rank sees the new values. `refreshed` have taken theirs from their masters already."""
         self.gatherer.free_idle()
-        pending = [group.begin_publish() for group in self.trainable]
+        pending = [group.begin_publish(is_refreshed=group in refreshed) for group in self.trainable]
         for gather in pending:
             if gather is not None:
                 gather.wait()
@@ -361,8 +366,9 @@ class ShardingRuntime:
             for param in group.params:
                 attributes.detach(param)
         self._agreement.exchange([0])  # peers have read this rank's shards: what they lie in may go
-        if self.files is not None:
-            self.files.close()
+        for files in (self.files, self.state_files):
+            if files is not None:
+                files.close()
         self.groups.clear()  # the one list that the gatherer and the scopes hold too
         self.slot_of = {}
         self._expect_gradients()

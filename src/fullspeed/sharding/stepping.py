@@ -22,6 +22,10 @@ class Stepper(Protocol):
         """Step every parameter that is `touched`, with its reduced gradient times `factor`, and publish. Collective."""
         ...
 
+    def keep_state(self, owned: OwnedPiece) -> None:
+        """The inner optimizer's state of a piece was set from outside: put it where states are between steps."""
+        ...
+
 
 class MemoryStepper(Stepper):
     """Masters and states are in memory: sub-groups one after the other, so that few gradients are widened at once."""
@@ -40,10 +44,20 @@ class MemoryStepper(Stepper):
     def step(self, touched: Mapping[nn.Parameter, bool], factor: float) -> None:
         """See `Stepper`."""
         batches = sub_groups(self._owned.values(), self._runtime.trainable, self._sub_group_numel)
-        for batch, following in zip(batches, [*batches[1:], []], strict=True):
-            with masters_awake(batch, touched, following):
-                step_batch(self._inner, batch, touched, factor)
+        step_in_memory(self._inner, batches, touched, factor)
         self._runtime.publish()
+
+    def keep_state(self, owned: OwnedPiece) -> None:
+        """See `Stepper`: it is in memory already."""
+
+
+def step_in_memory(
+    inner: Optimizer, batches: Sequence[list[OwnedPiece]], touched: Mapping[nn.Parameter, bool], factor: float
+) -> None:
+    """Step batches whose states are in memory, and their masters, unless those wait with the resident values."""
+    for batch, following in zip(batches, [*batches[1:], []], strict=True):
+        with masters_awake(batch, touched, following):
+            step_batch(inner, batch, touched, factor)
 
 
 @contextmanager

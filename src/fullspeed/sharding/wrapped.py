@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from fullspeed.offload.file_tensor import FileTensor
 from fullspeed.precision.loss_scale import LossScale
 
 
@@ -73,9 +74,12 @@ class WrappedOptimizer(Optimizer):
         self.loss_scaler.load_state_dict(state_dict["loss_scale"])
 
     def nbytes(self) -> int:
-        """Bytes of optimizer state this rank holds."""
+        """Bytes of optimizer state this rank holds in memory."""
         tensors = [
-            value for state in self.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+            value
+            for state in self.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor) and not isinstance(value, FileTensor)
         ]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
