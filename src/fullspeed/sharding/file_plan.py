@@ -43,7 +43,7 @@ def plan_files(
     Raises:
         ConfigError: a shard that waits is larger than a buffer may be.
     """
-    waiting: set[int] = set()
+    waiting: dict[int, int] = {}  # group -> elements of its shard
     buffer_bytes = 0
     if offload is None or offload.device != "nvme":
         return FilePlan(frozenset(), 0)
@@ -55,10 +55,12 @@ def plan_files(
         if not waiting and shard_numel <= room:
             room -= shard_numel
             continue
-        _check(group, shard_numel, offload)
-        waiting.add(index)
+        waiting[index] = shard_numel
         storage = precision.dtypes_of(group.key.dtype, group.key.wire).storage
         buffer_bytes = max(buffer_bytes, shard_numel * storage.itemsize)
+    if waiting:
+        largest = max(waiting, key=waiting.__getitem__)
+        _check(planned[largest], waiting[largest], offload)
     return FilePlan(frozenset(waiting), buffer_bytes)
 
 

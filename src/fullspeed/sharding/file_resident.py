@@ -81,7 +81,9 @@ class ValueFiles:
         """Raise what was noted on `ranks`, if there are any. Every rank calls it with the same ranks."""
         if not ranks:
             return
-        own, self.failure = self.failure, None
+        own = self.failure
+        self.flush()
+        self.failure = None  # and with it what failed since: it is told
         named = ", ".join(f"rank {rank} ({self.paths[rank]})" for rank in ranks)
         here = "its own error says why" if own is None else str(own)
         raise StorageError(f"parameters that wait in a file could not be moved on {named}: {here}") from own

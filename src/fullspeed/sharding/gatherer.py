@@ -114,6 +114,7 @@ class Gatherer:
         if not group.is_whole:
             self._make_whole(group)
         self._prefetch()
+        self._read_ahead()
 
     def _make_whole(self, group: FlatGroup) -> None:
         if not group.is_gathering:
