@@ -46,7 +46,11 @@ def test_the_entry_that_cannot_be_loaded_is_named(value, name, kind):
 
 
 def test_what_is_taken_for_loadable_without_a_trial_is(monkeypatch, tmp_path):
-    state = {"a": [1, 2.5, True, None, ("x", {3: torch.arange(2), "n": float("inf")})], "b": [[], (), {}], "c": -(2**80)}
+    state = {
+        "a": [1, 2.5, True, None, ("x", {3: torch.arange(2), "n": float("inf")})],
+        "b": [[], (), {}],
+        "c": -(2**80),
+    }
     monkeypatch.setattr(objects, "_is_loadable", None)
     path = tmp_path / "o.pt"
     path.write_bytes(pack(state))
