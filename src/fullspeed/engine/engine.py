@@ -23,6 +23,7 @@ from fullspeed.engine.batches import Batches
 from fullspeed.engine.changes import Changes
 from fullspeed.engine.deepspeed_layout import LayoutCheckpointing
 from fullspeed.engine.inputs import cast_floating
+from fullspeed.engine.offloading import FOR_TRAINING, Offloading
 from fullspeed.engine.save_on_signal import SaveOnSignal
 from fullspeed.engine.watch import Watch
 from fullspeed.engine.watched import Watched
@@ -32,7 +33,7 @@ from fullspeed.sharding.runtime import ShardingRuntime
 from fullspeed.sharding.scopes import uncompiled
 
 
-class Engine(ConfigAccessors, LayoutCheckpointing, Batches, Changes, Watched, nn.Module):
+class Engine(ConfigAccessors, LayoutCheckpointing, Batches, Changes, Offloading, Watched, nn.Module):
     """Wraps a module for training. Made by `fullspeed.initialize`; attributes it lacks are looked up on the module.
 
     One update is `grad_accum_steps` times (forward, backward, step): only the last of these steps changes weights.
@@ -86,6 +87,7 @@ class Engine(ConfigAccessors, LayoutCheckpointing, Batches, Changes, Watched, nn
         runtime.on_plain_backward = self._before_plain_backward
         if optimizer is not None:
             optimizer.before_new_group = self._before_new_param_group
+            optimizer.before_step = lambda: self._refuse_while_offloaded("step")
         self._update_default_factor()
         if config.disable_python_gc:
             python_gc.hold_off()
@@ -94,6 +96,7 @@ class Engine(ConfigAccessors, LayoutCheckpointing, Batches, Changes, Watched, nn
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, unchanged. Inputs are cast where the configuration says so."""
+        self._refuse_while_offloaded("forward", but_for=frozenset() if torch.is_grad_enabled() else FOR_TRAINING)
         if self.precision.widens:
             assert self.precision.compute is not None
             args, kwargs = cast_floating((args, kwargs), self.precision.compute, only=self.precision.param)
@@ -153,6 +156,7 @@ class Engine(ConfigAccessors, LayoutCheckpointing, Batches, Changes, Watched, nn
         return averaged.detach() if gradient is not None else averaged
 
     def _before_backward(self) -> None:
+        self._refuse_while_offloaded("backward")
         self.runtime.policy.is_boundary = (
             self._config.managed_gradient_accumulation
             and not self._sync_disabled
@@ -229,6 +233,7 @@ class Engine(ConfigAccessors, LayoutCheckpointing, Batches, Changes, Watched, nn
             LossScaleError: gradients overflow and the loss scale can go no lower.
         """
         optimizer = self._require_optimizer("step")
+        self._refuse_while_offloaded("step")
         self._watch.end_micro_batch()
         self._step_applied = False
         self._num_micro_steps += 1
@@ -360,6 +365,7 @@ class Engine(ConfigAccessors, LayoutCheckpointing, Batches, Changes, Watched, nn
         if (state_files := self.runtime.state_files) is not None:
             totals["buffers"] += state_files.buffer_bytes()
             totals["disk"] += state_files.nbytes()
+        totals["disk"] += 0 if self._away is None else self._away.nbytes()
         totals["optimizer"] = 0 if self.optimizer is None else self.optimizer.nbytes()
         totals["peak_live"] = self.runtime.gatherer.peak_live_bytes
         return totals
@@ -396,8 +402,9 @@ class Engine(ConfigAccessors, LayoutCheckpointing, Batches, Changes, Watched, nn
         if self._saver is not None:
             self._saver.close()
         self.runtime.destroy()
+        self._forget_offloaded()
         if self.optimizer is not None:
-            self.optimizer.before_new_group = lambda: None
+            self.optimizer.before_new_group = self.optimizer.before_step = lambda: None
         self.optimizer = self.basic_optimizer = self.client_optimizer = None
         self.lr_scheduler = self.training_dataloader = self._batches = None
         self.param_names = {}

@@ -58,6 +58,7 @@ class ShardedOptimizer(WrappedOptimizer):
         overflow: whether the last step was skipped because a gradient was not finite.
         last_change: what the last step did to the loss scale.
         before_new_group: may refuse a new param group; set by the engine.
+        before_step: may refuse a step; set by the engine.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class ShardedOptimizer(WrappedOptimizer):
         self.owned: dict[nn.Parameter, OwnedPiece] = {}
         self._whole_params: list[list[nn.Parameter]] = []
         self.before_new_group: Callable[[], None] = lambda: None
+        self.before_step: Callable[[], None] = lambda: None
         self._replace_params()
         self._stepper = self._make_stepper()
         self.bind_shards()
@@ -119,6 +121,7 @@ class ShardedOptimizer(WrappedOptimizer):
 
         On overflow (fp16, and bf16 with `check_grad_overflow`) nothing changes but the loss scale.
         """
+        self.before_step()
         loss = None
         if closure is not None:
             with torch.enable_grad():
