@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from fullspeed import zero
-from fullspeed.base.errors import ConfigError, StorageError, UsageError
+from fullspeed.base.errors import CheckpointError, ConfigError, StorageError, UsageError
+from fullspeed.comm import barrier
 from fullspeed.engine.initialize import initialize
 from fullspeed.offload.file_tensor import FileTensor
 from fullspeed.sharding import state_files
@@ -334,6 +335,47 @@ def test_a_lost_file_of_one_rank_is_an_error_on_both(
     assert_equal(whole(again), kept)
     again.destroy()
     assert list((tmp_path / "files").iterdir()) == []
+
+
+def _of_rank_1(engine: Any) -> nn.Parameter:
+    """A parameter that lies in the second rank's shard."""
+    weight: nn.Parameter = engine.module.blocks[0].down.weight
+    return weight
+
+
+def _gather_and_edit(engine: Any) -> None:
+    with zero.GatheredParameters(_of_rank_1(engine), modifier_rank=0):
+        _of_rank_1(engine).data.add_(1)
+
+
+USES: dict[str, Any] = {
+    "full master": lambda engine: zero.safe_get_full_fp32_param(_of_rank_1(engine)),
+    "full state": lambda engine: zero.safe_get_full_optimizer_state(_of_rank_1(engine), "exp_avg"),
+    "set": lambda engine: zero.safe_set_full_fp32_param(_of_rank_1(engine), torch.ones(6, 12)),
+    "gather and edit": _gather_and_edit,
+    "export": lambda engine: zero.save_weights(engine, engine.config["folder"], dtype=torch.float32),
+}
+
+
+@ranks(2)
+def test_a_lost_file_is_an_error_on_both_wherever_it_is_used(
+    rank: int, world_size: int, tmp_path: pathlib.Path
+) -> None:
+    """No rank is left in a collective that the other does not come to."""
+    engine = make(tmp_path / "files", 2, stack(rank), precision="bf16")
+    engine.config["folder"] = str(tmp_path / "weights")
+    updates(engine, rank, world_size, range(1))
+    path = engine.runtime.state_files.store.path
+    if rank == 1:
+        path.rename(path.with_name("elsewhere"))
+    for use in USES.values():
+        barrier()
+        with pytest.raises((StorageError, CheckpointError), match="optimizer has vanished"):
+            use(engine)
+    if rank == 1:
+        path.with_name("elsewhere").rename(path)
+    assert zero.safe_get_full_fp32_param(_of_rank_1(engine)) is not None
+    engine.destroy()
 
 
 @ranks(2)

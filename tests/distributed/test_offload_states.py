@@ -52,7 +52,7 @@ def test_j8_states_go_to_disk_and_come_back(rank: int, world_size: int, precisio
         for step in range(4):
             assert update(engine, rank, world_size, step) == update(plain, rank, world_size, step)
             before = held(engine)
-            moved = engine.offload_states(include=["optim_states", OffloadState.HP_PARAMS], device="nvme")
+            moved = engine.offload_states(include=["optim_states", OffloadState.hp_params], device="nvme")
             after = held(engine)
             assert moved["optim_states"] == before["optimizer"] - after["optimizer"] > 0
             assert moved["hp_params"] == before["master"] - after["master"]

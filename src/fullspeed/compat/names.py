@@ -174,6 +174,7 @@ _OURS: tuple[tuple[str, str, str], ...] = (
     ),
     ("runtime.zero.mics", "fullspeed.zero", "MiCS_Init"),
     ("runtime.zero.muon", "fullspeed.optim.muon", "MuonWithAuxAdam"),
+    ("runtime.zero.offload_config", "fullspeed.sharding.offloaded_states", "OffloadStateTypeEnum=OffloadState"),
     (
         "runtime.zero.partition_parameters",
         "fullspeed.zero",

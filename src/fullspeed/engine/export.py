@@ -15,10 +15,10 @@ from fullspeed.comm import get_rank
 from fullspeed.comm.rendezvous import rendezvous, together
 from fullspeed.engine.collect import NamedState, is_trainable, named_state
 from fullspeed.engine.engine import Engine
-from fullspeed.offload.file_tensor import in_memory
 from fullspeed.sharding import placeholder
 from fullspeed.sharding.group import FlatGroup
 from fullspeed.sharding.runtime import ShardingRuntime
+from fullspeed.sharding.state_files import read_together
 
 Rename = Callable[[str], str | None]
 
@@ -156,7 +156,7 @@ def _whole_values(group: FlatGroup, *, exact: bool) -> torch.Tensor:
     """A group's flat values, whole: resident ones, or the masters behind them. Collective where they are sharded."""
     if exact and group.has_separate_master:
         assert group.master is not None
-        own = in_memory(group.master)
+        own = read_together(group.master, group.links.dp_group)
         if not group.placement.optim:
             return own
         whole = torch.empty(group.numel, dtype=own.dtype, device=group.device)

@@ -94,8 +94,8 @@ class Offloading:
             if self._away is None:
                 self._away = OffloadedStates(optimizer, Disk(folder, settings_of(self._config)))
             verbs = {
-                OffloadState.OPTIM_STATES: self._away.take_states,
-                OffloadState.HP_PARAMS: self._away.take_masters,
+                OffloadState.optim_states: self._away.take_states,
+                OffloadState.hp_params: self._away.take_masters,
             }
             return {state.value: verb() for state, verb in verbs.items() if state in chosen}
 
@@ -131,7 +131,7 @@ class Offloading:
             raise UsageError(f"{what}: {names} are offloaded; call engine.reload_states() first")
 
 
-FOR_TRAINING = frozenset(OffloadState) - {OffloadState.LP_PARAMS}
+FOR_TRAINING = frozenset(OffloadState) - {OffloadState.lp_params}
 """What evaluation does without."""
 
 

@@ -102,11 +102,6 @@ class FileTensor(Tensor):
         return self.load()
 
 
-def in_memory(tensor: Tensor) -> Tensor:
-    """The tensor itself, or what a FileTensor holds."""
-    return tensor.load() if isinstance(tensor, FileTensor) else tensor
-
-
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
     """Ids of the arguments that an operation writes to; those in lists one by one."""
     found = []

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fullspeed.base.errors import UsageError
-from fullspeed.comm import all_gather_object
-from fullspeed.offload.file_tensor import in_memory
+from fullspeed.base.errors import StorageError, UsageError
+from fullspeed.comm.rendezvous import together
 from fullspeed.sharding.group import FlatGroup
 from fullspeed.sharding.optimizer import ShardedOptimizer
 from fullspeed.sharding.pieces import OwnedPiece
+from fullspeed.sharding.state_files import read_together, write_together
 
 _optimizers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # user's parameter -> weakref to its ShardedOptimizer
 
@@ -48,7 +48,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
         return None
     optimizer.runtime.meet()
     with group.awake():
-        found = _slot_of(group, slot, _whole(group, group.master))
+        found = _slot_of(group, slot, _whole(group, read_together(group.master, optimizer.dp_group)))
     optimizer.runtime.check_files()
     return found
 
@@ -61,7 +61,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     _check_shape(param, value)
     optimizer.runtime.sync()
     optimizer.runtime.gatherer.free_idle()
-    group.write_slot(slot, value)
+    write_together(lambda: group.write_slot(slot, value), [group], optimizer.dp_group)
     optimizer.runtime.check_files()
 
 
@@ -106,9 +106,15 @@ def safe_get_full_optimizer_state(param: nn.Parameter, key: str) -> torch.Tensor
         return None
     group, slot = optimizer.runtime.slot_of[param]
     optimizer.runtime.meet()
-    own = _own_state(optimizer, group, key)
+    read: list[torch.Tensor | None] = []
+
+    def read_own() -> tuple[bool, bool]:
+        read.append(_own_state(optimizer, group, key))
+        return read[0] is not None, bool(optimizer.state)
+
     # A rank may own no element of the group, or no state yet: what there is to gather is settled by all.
-    present = all_gather_object((own is not None, bool(optimizer.state)), optimizer.dp_group)
+    present = together(read_own, StorageError, optimizer.dp_group)
+    own = read[0]
     if not any(has_key for has_key, _ in present):
         if not any(has_state for _, has_state in present):
             return None
@@ -217,7 +223,6 @@ def _check_shape(param: nn.Parameter, value: torch.Tensor) -> None:
 
 def _whole(group: FlatGroup, own: torch.Tensor) -> torch.Tensor:
     """The flat whole of which `own` is this rank's part."""
-    own = in_memory(own)
     if not group.placement.optim:
         return own
     full = torch.empty(group.numel, dtype=own.dtype, device=own.device)

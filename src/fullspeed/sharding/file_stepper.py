@@ -93,11 +93,11 @@ class FileStepper(Stepper):
             asleep = self._wake(groups, batch, tensors)
             try:
                 step_batch(self._inner, batch, touched, factor)
-                for owned in batch:
-                    self._take_back(owned, tensors)
                 for group in asleep:
                     group.refresh()
             finally:
+                for owned in batch:  # whatever happened: nobody may be left with a view of a buffer
+                    self._take_back(owned, tensors)
                 for group, master in asleep.items():
                     group.master = master
                 for owned in batch:

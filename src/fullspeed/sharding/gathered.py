@@ -21,6 +21,7 @@ from fullspeed.sharding import placeholder
 from fullspeed.sharding.external import register_external_parameter
 from fullspeed.sharding.group import FlatGroup
 from fullspeed.sharding.placeholder import Owner
+from fullspeed.sharding.state_files import write_together
 
 _CHUNK_NUMEL = 1 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -142,10 +143,19 @@ class _Loan:
             source = get_group_rank(group, modifier_rank)
             for flat in self.groups:
                 broadcast(flat.full, source, group)
-        for place in places:
-            if place.param not in self.before or _fingerprint(place.param) != self.before[place.param]:
+        edited = [
+            place
+            for place in places
+            if place.param not in self.before or _fingerprint(place.param) != self.before[place.param]
+        ]
+
+        def write() -> None:
+            for place in edited:
                 place.group.write_slot(place.slot, place.view)
-                torch.autograd.graph.increment_version(place.param)
+
+        write_together(write, self.groups, group)
+        for place in edited:
+            torch.autograd.graph.increment_version(place.param)
 
     def forget_the_rest(self) -> None:
         """Edits that were not kept are not to be taken for new ones."""

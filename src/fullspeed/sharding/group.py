@@ -330,6 +330,7 @@ class FlatGroup:
         Returns a pending gather where whole parameters are updated shard by shard, else None (sharded parameters
         are refilled by their next unshard).
         """
+        self.forget_copies()  # also on a rank that owns nothing of the group and had nothing to refresh
         if not is_refreshed:
             self.refresh()
         assert not (self.is_transient and self._is_whole), "free stale values before publishing new ones"

@@ -14,11 +14,11 @@ from fullspeed.sharding.optimizer import ShardedOptimizer
 class OffloadState(str, enum.Enum):
     """What `engine.offload_states` can be told to offload."""
 
-    OPTIM_STATES = "optim_states"
-    HP_PARAMS = "hp_params"  # masters
-    LP_PARAMS = "lp_params"  # resident values, what forward reads
-    LP_GRADS = "lp_grads"
-    CONTIGUOUS_GRAD_BUFFER = "contiguous_grad_buffer"
+    optim_states = "optim_states"
+    hp_params = "hp_params"  # masters
+    lp_params = "lp_params"  # resident values, what forward reads
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
 class OffloadedStates:

@@ -127,8 +127,7 @@ class ShardedOptimizer(WrappedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         touched = self.runtime.finish_reduction()
-        for group in self.runtime.groups:
-            group.keep_edits()
+        self.runtime.keep_edits()
         self._check_use(touched)
         norm = self._reduced_norm()
         self.overflow = self.policy.check_overflow and norm is not None and not math.isfinite(norm)

@@ -34,7 +34,7 @@ from fullspeed.sharding.outputs import tensors_in
 from fullspeed.sharding.owner import RuntimeOwner
 from fullspeed.sharding.reductions import ReductionPolicy, Reductions
 from fullspeed.sharding.scopes import Scopes, not_compiled, uncompiled
-from fullspeed.sharding.state_files import StateFiles
+from fullspeed.sharding.state_files import StateFiles, write_together
 from fullspeed.sharding.views import TransientViews
 
 
@@ -323,6 +323,19 @@ class ShardingRuntime:
         """Wait until every rank is here: no peer reads this rank's values any more, so they may be written."""
         self.meet()
         self._agreement.exchange([0])
+
+    def keep_edits(self) -> None:
+        """Take over what was edited since the last step. No rank may be reading. Collective if masters wait in files.
+
+        Raises:
+            StorageError: on every rank, when one could not write masters to its file.
+        """
+
+        def keep() -> None:
+            for group in self.groups:
+                group.keep_edits()
+
+        write_together(keep, self.trainable, self.links.dp_group)
 
     def publish(self, refreshed: Collection[FlatGroup] = ()) -> None:
         """After the step: every rank sees the new values. `refreshed` have taken theirs from their masters already."""

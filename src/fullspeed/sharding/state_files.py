@@ -14,6 +14,7 @@ import torch
 
 from fullspeed.base.errors import StorageError
 from fullspeed.base.layout import FlatLayout, round_up
+from fullspeed.comm import Group
 from fullspeed.comm.rendezvous import together
 from fullspeed.config import Config
 from fullspeed.config.sharding import OffloadOptimizer
@@ -32,6 +33,41 @@ _MIN_NUMEL = 1 << 16  # of a rank's part of a group: smaller states cost a disk 
 def name_of(group: FlatGroup, kind: str) -> str:
     """The name in the file of one kind of a group's tensors, "master" or a state."""
     return f"{group.index} {kind}"
+
+
+def read_together(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """A tensor in memory, as it is or read. What waits waits on all ranks: to read it is collective.
+
+    Raises:
+        StorageError: on every rank, when one could not read: none of them is left in the gather that follows.
+    """
+    if not isinstance(tensor, FileTensor):
+        return tensor
+    found: list[torch.Tensor] = []
+    together(lambda: found.append(tensor.load()), StorageError, group)
+    return found[0]
+
+
+def write_together(write: Callable[[], None], groups: Iterable[FlatGroup], ranks: Group) -> None:
+    """Run `write`, which changes masters of some groups. Collective where those wait in files.
+
+    Raises:
+        StorageError: on every rank, when one could not write.
+    """
+    if not any(group.master_in_file for group in groups):
+        write()
+        return
+    failure: StorageError | None = None
+    try:
+        write()
+    except StorageError as error:
+        failure = error
+
+    def tell() -> None:
+        if failure is not None:
+            raise failure
+
+    together(tell, StorageError, ranks)
 
 
 class StateFiles:
@@ -78,7 +114,9 @@ class StateFiles:
         needed = max((self._buffer_bytes(names) for names in batches), default=0)
         if self._pool is None or self._pool.buffer_bytes < needed:
             self._pool = None  # let go of the smaller ones first
-            self._pool = BufferPool(min(self._offload.buffer_count, len(batches)), needed)
+            is_piped = self._offload.pipeline_read or self._offload.pipeline_write
+            count = min(self._offload.buffer_count, len(batches)) if is_piped else 1
+            self._pool = BufferPool(count, needed)
         self.spent = stream(
             self.store,
             self._pool,
