@@ -1,6 +1,7 @@
 """Masters and optimizer states that wait in files (`offload_optimizer` to nvme): the same numbers, from less memory."""
 
 import pathlib
+import resource
 from typing import Any
 
 import pytest
@@ -376,6 +377,32 @@ def test_a_lost_file_is_an_error_on_both_wherever_it_is_used(
         path.with_name("elsewhere").rename(path)
     assert zero.safe_get_full_fp32_param(_of_rank_1(engine)) is not None
     engine.destroy()
+
+
+def limit_files(nbytes: int) -> None:
+    """The process cannot make files larger than that: as a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@ranks(2)
+def test_a_disk_that_is_full_in_the_first_step(rank: int, world_size: int, tmp_path: pathlib.Path) -> None:
+    """Where states are made. The model's checkpoint is not harmed; the torn engine steps no more."""
+    engine = make(tmp_path / "files", 2, stack(rank), precision="bf16", pipeline_read=True, pipeline_write=True)
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    kept = whole(engine)
+    if rank == 1:
+        limit_files(engine.runtime.state_files.nbytes())
+    with pytest.raises(StorageError, match=r"cannot (reserve|write)"):
+        updates(engine, rank, world_size, range(1))
+    limit_files(resource.RLIM_INFINITY)
+    assert engine.runtime.state_files._pool.num_in_use == 0
+    with pytest.raises(StorageError, match="build a new engine and load the last checkpoint"):
+        updates(engine, rank, world_size, range(1))
+    engine.destroy()
+    again, plain = make(tmp_path / "files", 2, stack(rank), precision="bf16"), make(None, 2, stack(0), precision="bf16")
+    again.load_checkpoint(str(tmp_path / "saved"))
+    assert_equal(whole(again), kept)
+    assert updates(again, rank, world_size, range(2)) == updates(plain, rank, world_size, range(2))
 
 
 @ranks(2)

@@ -52,6 +52,7 @@ class FileStepper(Stepper):
         self._inner, self._runtime, self._owned = inner, runtime, owned
         self._sub_group_numel, self._dp_group = sub_group_numel, dp_group
         self._files = runtime.state_files
+        self._is_torn = False  # whether a step has failed on some rank
         for piece in owned.values():
             self.keep_state(piece)
 
@@ -59,9 +60,11 @@ class FileStepper(Stepper):
         """See `Stepper`.
 
         Raises:
-            StorageError: on every rank, when a transfer failed on one. Masters and states are lost then; what was
-                saved is not.
+            StorageError: on every rank, when a transfer failed on one. A part of the update is done then, so this
+                engine steps no more; what was saved is not harmed.
         """
+        if self._is_torn:
+            raise StorageError("an earlier step ended in the middle; build a new engine and load the last checkpoint")
         self._runtime.gatherer.free_idle()
         waiting = [group for group in self._runtime.trainable if group.index in self._files.waiting]
         others = [group for group in self._runtime.trainable if group.index not in self._files.waiting]
@@ -72,7 +75,9 @@ class FileStepper(Stepper):
             names = [self._files.names({owned.group: None for owned in batch}) for batch in batches]
             self._files.stream(names, lambda index, tensors: self._step_batch(batches[index], tensors, touched, factor))
 
+        self._is_torn = True
         together(step_waiting, StorageError, self._dp_group)
+        self._is_torn = False
         step_in_memory(self._inner, self._batches(others, self._sub_group_numel), touched, factor)
         self._runtime.publish(refreshed=[group for group in waiting if group.has_separate_master])
 
