@@ -38,7 +38,7 @@ class BufferPool:
 
     def __init__(self, num_buffers: int, buffer_bytes: int) -> None:
         self.num_buffers = num_buffers
-        self.buffer_bytes = round_up(buffer_bytes, ALIGNMENT_BYTES)
+        self.buffer_bytes = max(round_up(buffer_bytes, ALIGNMENT_BYTES), ALIGNMENT_BYTES)
         self._free = [aligned_empty(self.buffer_bytes, torch.uint8) for _ in range(num_buffers)]
         self._in_use: dict[int, Tensor] = {}
 

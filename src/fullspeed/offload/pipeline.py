@@ -128,7 +128,8 @@ class _Run:
         }
 
     def _read(self, group: int) -> None:
-        self._buffers[group] = self._pool.acquire(self._num_bytes(group), torch.uint8)
+        # A group without tensors has a buffer too: it is computed with in its turn.
+        self._buffers[group] = self._pool.acquire(max(1, self._num_bytes(group)), torch.uint8)
         self._tensors[group] = self._views(group)
         self._submit(group, self._store.submit_read)
 

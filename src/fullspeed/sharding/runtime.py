@@ -369,6 +369,7 @@ class ShardingRuntime:
         for files in (self.files, self.state_files):
             if files is not None:
                 files.close()
+                self._agreement.exchange([0])  # nothing is left of any rank's when this returns
         self.groups.clear()  # the one list that the gatherer and the scopes hold too
         self.slot_of = {}
         self._expect_gradients()
