@@ -12,7 +12,7 @@ from torch import nn
 
 from fullspeed import zero
 from fullspeed.activation.configure import checkpoint
-from fullspeed.base.errors import ConfigError, StorageError
+from fullspeed.base.errors import CheckpointError, ConfigError, StorageError
 from fullspeed.comm import QuantizedGather, agreement, barrier, shared_transport
 from fullspeed.comm.transport import PairwiseTransport
 from fullspeed.engine.initialize import initialize
@@ -360,6 +360,8 @@ def test_a_harmed_file_of_one_rank_is_an_error_on_both(
     assert engine.runtime.files.pool.num_in_use == 0
     with pytest.raises(StorageError, match="rank 1"):
         zero.safe_get_full_fp32_param(engine.module.outer.weight)
+    with pytest.raises(CheckpointError, match="rank 1"):
+        engine.save_checkpoint(str(tmp_path / "saved"), "torn")
     with pytest.raises(StorageError, match="rank 1"):
         engine.destroy()
     again = make(tmp_path / "files", stack(rank))
