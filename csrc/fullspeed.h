@@ -7,7 +7,7 @@
 
 #define FS_API extern "C" __attribute__((visibility("default")))
 
-constexpr int32_t ABI_VERSION = 3;
+constexpr int32_t ABI_VERSION = 4;
 
 // Element types of a tensor; `none` stands for a tensor that is absent.
 enum Dtype : int32_t { none = 0, float32 = 1, bfloat16 = 2, float16 = 3 };
@@ -65,6 +65,9 @@ FS_API int32_t fs_quantize(const Blocks *form, const void *values, uint8_t *code
                            int32_t set);
 FS_API int32_t fs_dequantize_sum(const Blocks *form, const Message *messages, int64_t count, void *out,
                                  int32_t num_threads, int32_t set);
+
+// Copies bytes that will not be read soon; the two ranges do not overlap.
+FS_API void fs_copy_past_caches(void *to, const void *from, int64_t nbytes);
 
 // Moves bytes between memory and open files, in the background: transfers are cut into blocks, of which `depth` are
 // under way at once. Linux only.

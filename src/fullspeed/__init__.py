@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 
-_MODULES = ("checkpointing", "zero")  # public modules, imported on first use as well
+_MODULES = ("checkpointing", "linear", "zero")  # public modules, imported on first use as well
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,8 @@ LAYERS = (
     {"sharding", "moe"},
     {"engine", "inference"},
     {"hybrid", "planning", "science"},
-    {"fullspeed", "zero", "checkpointing"},  # the facades: src/fullspeed/__init__.py, zero.py, checkpointing.py
+    # The facades: src/fullspeed/__init__.py, zero.py, checkpointing.py, and layers made of what stands below.
+    {"fullspeed", "zero", "checkpointing", "linear"},
     {"compat"},
     {"cli"},
 )

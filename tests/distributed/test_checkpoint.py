@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from fullspeed.accelerator import get_accelerator
 from fullspeed.base.errors import CheckpointError, CommError
 from fullspeed.checkpoint import durable, writing
 from fullspeed.comm.rendezvous import together
@@ -631,8 +632,61 @@ def test_a_failing_commit_keeps_the_old_checkpoint(rank, world_size, tmp_path):
 def test_a_failing_export_fails_all(rank, world_size, tmp_path):
     engine = make(3)
     (tmp_path / "occupied").write_text("")
-    with pytest.raises(CheckpointError, match=r"rank 0: .*occupied"):
-        engine.save_16bit_model(tmp_path / "occupied" / "inner")
+    for name in ("m.bin", "m.safetensors"):
+        with pytest.raises(CheckpointError, match=r"rank 0: .*occupied"):
+            engine.save_16bit_model(tmp_path / "occupied" / "inner", name)
+
+
+class NoSpace:
+    """A file system that is full after the file's header."""
+
+    def __init__(self) -> None:
+        self.num_writes = 0
+
+    def __call__(self, file: Any, data: memoryview) -> None:
+        self.num_writes += 1
+        if self.num_writes > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        file.write(data)
+
+
+@ranks(2)
+def test_an_export_that_fails_in_the_middle_still_gathers_with_the_others(rank, world_size, tmp_path):
+    engine = make(3, zero={"stage3_param_persistence_threshold": 0})
+    assert engine.save_16bit_model(tmp_path, "m.safetensors")
+    old = load_file(tmp_path / "m.safetensors")
+    train(engine, 0, 1)
+    real, full = durable._write_all, NoSpace()
+    durable._write_all = full
+    with pytest.raises(CheckpointError, match=r"rank 0: OSError: .*No space left on device"):
+        engine.save_16bit_model(tmp_path, "m.safetensors")
+    durable._write_all = real
+    assert full.num_writes == (2 if rank == 0 else 0)
+    assert same(load_file(tmp_path / "m.safetensors"), old)
+    assert files(tmp_path) == ["m.safetensors"]
+    train(engine, 1, 2)
+
+
+@ranks(2)
+def test_a_streamed_model_file_holds_one_group_in_memory(rank, world_size, tmp_path):
+    def build(seed: int) -> nn.Module:
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16)))
+        model.register_buffer("count", torch.tensor(3))  # wider than the weights: its place in the file is first
+        return model
+
+    engine = make(3, "bf16", model=build)
+    expected = weights(engine)
+    whole_bytes = sum(tensor.nbytes for tensor in expected.values())
+    largest = max(2 * group.numel for group in engine.runtime.groups)
+    assert largest < whole_bytes / 4
+    engine.save_16bit_model(tmp_path, "warm.safetensors")
+    cpu = get_accelerator()
+    cpu.reset_peak_memory_stats()
+    before = cpu.memory_allocated()
+    engine.save_16bit_model(tmp_path, "m.safetensors")
+    raised = cpu.max_memory_allocated() - before
+    assert raised < whole_bytes / 4, (raised, largest, whole_bytes)
+    assert same({**load_file(tmp_path / "m.safetensors")}, expected)
 
 
 @ranks(2)

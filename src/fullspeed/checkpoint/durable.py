@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import pathlib
+import shutil
 import sys
 import zlib
 from collections.abc import Iterable
 
 from fullspeed.checkpoint.manifest import FileRecord
 
+_HERE = -100  # AT_FDCWD of linux/fcntl.h
+_EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 _READ_BYTES = 8 << 20
 _WRITE_BYTES = 8 << 20  # small enough that the checksum finds in the cache what was just copied to the kernel
 
@@ -53,6 +57,34 @@ def replace_file(path: pathlib.Path, parts: Iterable[bytes | memoryview]) -> Non
         fresh.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def replace_folder(fresh: pathlib.Path, final: pathlib.Path) -> None:
+    """Put a finished folder in the place of `final`; a crash leaves the old one or the new one there, whole.
+
+    Needs a system that can exchange two names in one step, as Linux on local disks does. Elsewhere a crash between two
+    renames leaves the old folder as `.NAME.old`.
+    """
+    sync_folder(fresh)
+    old = final.with_name(f".{final.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if not final.exists():
+        os.rename(fresh, final)
+    elif _exchange(fresh, final):
+        old = fresh
+    else:
+        os.rename(final, old)
+        os.rename(fresh, final)
+    sync_folder(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(one: pathlib.Path, other: pathlib.Path) -> bool:
+    """Let two names change places in one step; False, with nothing done, where the system or the disk cannot."""
+    if sys.platform != "linux":
+        return False
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)  # of glibc 2.28 and later
+    return rename is not None and rename(_HERE, bytes(one), _HERE, bytes(other), _EXCHANGE) == 0
 
 
 def sync_folder(path: pathlib.Path) -> None:

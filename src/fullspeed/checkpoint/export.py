@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from fullspeed.checkpoint.durable import replace_file, sync_folder
+from fullspeed.checkpoint.durable import replace_file, sync_folder, write_file
 from fullspeed.checkpoint.export_plan import index_text, parse_size, plan_shards, shard_names
 from fullspeed.checkpoint.tensor_file import tensor_parts
 
@@ -23,6 +23,7 @@ _STEMS: dict[Format, tuple[str, str]] = {
     "safetensors": ("model", ".safetensors"),
     "pickled": ("pytorch_model", ".bin"),
 }
+_PARTIAL = ".partial"
 _METADATA = {"format": "pt"}  # transformers asks for it
 
 
@@ -42,7 +43,9 @@ class WeightSpec(NamedTuple):
 class WeightWriter:
     """Takes the tensors in the order they were announced, and writes each file when its last one has come.
 
-    The index is written last, and files of an earlier, larger export are removed then.
+    All get their names at the end, and the index comes last: until then an earlier export in the folder is whole. A
+    crash between the names leaves no index rather than one of files that do not belong together. What an earlier
+    export leaves besides is removed.
 
     Args:
         folder: made if missing.
@@ -86,36 +89,48 @@ class WeightWriter:
         index = self._folder / f"{self._stem}{self._suffix}.index.json"
         if len(self._files) > 1:
             sizes = {name: spec.nbytes for name, spec in self._specs.items()}
+            index.unlink(missing_ok=True)
+            self._name_files()
             replace_file(index, [index_text(self._files, self._shards, sizes).encode()])
         else:
+            self._name_files()
             index.unlink(missing_ok=True)
-        ours = re.compile(rf"{self._stem}(-\d{{5}}-of-\d{{5}})?{re.escape(self._suffix)}")
+        ours = re.compile(rf"\.?{self._stem}(-\d{{5}}-of-\d{{5}})?{re.escape(self._suffix)}({re.escape(_PARTIAL)})?")
         for path in self._folder.iterdir():
             if ours.fullmatch(path.name) and path.name not in self._files:
                 path.unlink()
         sync_folder(self._folder)
         return [self._folder / name for name in self._files]
 
+    def _name_files(self) -> None:
+        for name in self._files:
+            os.replace(self._folder / f".{name}{_PARTIAL}", self._folder / name)
+        sync_folder(self._folder)
+
     def _write_file(self) -> None:
-        path = self._folder / self._files[self._number]
+        path = self._folder / f".{self._files[self._number]}{_PARTIAL}"
         if self._format == "safetensors":
-            replace_file(path, tensor_parts(self._tensors, _METADATA))
+            write_file(path, tensor_parts(self._tensors, _METADATA))
         else:
-            save_pickled(path, self._tensors)
+            _write_pickled(path, self._tensors)
         self._tensors = {}
         self._number += 1
 
 
 def save_pickled(path: pathlib.Path, state_dict: Mapping[str, object]) -> None:
     """Put what `torch.save` writes in the place of `path`, whole or not at all."""
-    fresh = path.with_name(f".{path.name}.partial")
+    fresh = path.with_name(f".{path.name}{_PARTIAL}")
     try:
-        with open(fresh, "wb") as file:
-            torch.save(dict(state_dict), file)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_pickled(fresh, state_dict)
         os.replace(fresh, path)
     except OSError:
         fresh.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def _write_pickled(path: pathlib.Path, state_dict: Mapping[str, object]) -> None:
+    with open(path, "wb") as file:
+        torch.save(dict(state_dict), file)
+        file.flush()
+        os.fsync(file.fileno())

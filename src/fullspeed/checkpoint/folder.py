@@ -13,9 +13,11 @@ to a whole checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import shutil
+import time
 from collections.abc import Mapping
 
 from fullspeed.base.errors import CheckpointError
@@ -25,6 +27,8 @@ from fullspeed.checkpoint.manifest import FileRecord, Manifest
 LATEST = "latest"
 MANIFEST = "manifest.json"
 _DATA = "data-"
+_PARTIAL = ".partial"
+_STALE_S = 3600.0
 
 
 def check_tag(tag: object) -> str:
@@ -69,25 +73,43 @@ def available_tags(folder: pathlib.Path) -> list[str]:
     return sorted(name for name in names if not name.startswith("."))
 
 
+def partial_folder(folder: pathlib.Path, tag: str) -> pathlib.Path:
+    """Where a checkpoint is put together before it gets its name."""
+    return folder / f".{tag}{_PARTIAL}"
+
+
+def remove_stale(folder: pathlib.Path) -> None:
+    """Remove checkpoints that a killed process left unfinished: those in which nothing was written for an hour.
+
+    A younger one may be another job's that saves into the same directory.
+    """
+    for partial in folder.glob(f".*{_PARTIAL}"):
+        with contextlib.suppress(OSError):  # its owner, or another one who cleans up, was faster
+            newest = max(path.stat().st_mtime for path in (partial, *partial.rglob("*")))
+            if partial.is_dir() and time.time() - newest > _STALE_S:
+                shutil.rmtree(partial)
+
+
 class PendingCheckpoint:
     """A checkpoint being written. Rank 0: `prepare`, then `commit` or `discard`; the others only use `data`."""
 
     def __init__(self, folder: pathlib.Path, tag: str, generation: int) -> None:
         self.folder, self.tag = folder, tag
         self.final = folder / tag
-        self.partial = folder / f".{tag}.partial"
+        self.partial = partial_folder(folder, tag)
         self.data_name = f"{_DATA}{generation}"
         self.data = self.partial / self.data_name
 
     @classmethod
     def prepare(cls, folder: pathlib.Path, tag: str) -> PendingCheckpoint:
-        """Make room for a new checkpoint; what an earlier attempt at the same tag left behind is removed."""
+        """Make room for a new checkpoint; what earlier attempts left behind is removed, see `remove_stale`."""
         folder.mkdir(parents=True, exist_ok=True)
         final = folder / tag
         if final.exists() and not final.is_dir():
             raise CheckpointError(f"{final} is a file; move it away or choose another tag")
         pending = cls(folder, tag, 1 + max(_generations(final), default=-1))
         pending.discard()
+        remove_stale(folder)
         pending.data.mkdir(parents=True)
         return pending
 

@@ -16,6 +16,8 @@ import torch
 
 from fullspeed.base.errors import CheckpointError
 
+_PLAIN = (int, float, bool, str, type(None), torch.Tensor)
+
 
 def pack(state: Mapping[str, Any]) -> bytes:
     """The bytes of a file with `state`.
@@ -25,7 +27,7 @@ def pack(state: Mapping[str, Any]) -> bytes:
     """
     compact = {name: _compact(value) for name, value in state.items()}
     data = _dump(compact)
-    if data is None or not _is_loadable(data):
+    if data is None or not (_is_plain(compact) or _is_loadable(data)):
         where, culprit = _culprit(compact, "")
         raise CheckpointError(
             f"{where} is a {type(culprit).__module__}.{type(culprit).__qualname__}, which cannot be loaded "
@@ -50,6 +52,13 @@ def _dump(value: Any) -> bytes | None:
     except (pickle.PicklingError, TypeError, AttributeError):
         return None
     return buffer.getvalue()
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it consists of what is certainly loadable: then a trial, which takes longer than packing, is spared."""
+    if type(value) is dict:
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return type(value) in _PLAIN or (type(value) in (list, tuple) and all(map(_is_plain, value)))
 
 
 def _is_loadable(data: bytes) -> bool:

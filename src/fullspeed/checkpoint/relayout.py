@@ -9,18 +9,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
+import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from fullspeed.base.errors import CheckpointError
-from fullspeed.checkpoint.deepspeed.files import LATEST_UNIVERSAL, UNIVERSAL
+from fullspeed.checkpoint.deepspeed.files import LATEST_UNIVERSAL, UNIVERSAL, is_deepspeed, is_universal
 from fullspeed.checkpoint.deepspeed.pickling import save
 from fullspeed.checkpoint.deepspeed.universal import FP32
 from fullspeed.checkpoint.deepspeed.write import DeepSpeedWriter, Target
-from fullspeed.checkpoint.durable import replace_file, sync_folder, write_file
-from fullspeed.checkpoint.folder import PendingCheckpoint, check_tag, write_latest
+from fullspeed.checkpoint.durable import replace_file, replace_folder, sync_folder, write_file
+from fullspeed.checkpoint.folder import PendingCheckpoint, check_tag, partial_folder, write_latest
 from fullspeed.checkpoint.manifest import BUFFER, MASTER, OPTIMIZER, PARAM, Chunk, FileRecord
 from fullspeed.checkpoint.objects import pack
 from fullspeed.checkpoint.open import find_checkpoint
@@ -44,7 +45,8 @@ def convert_to_universal(checkpoint_dir: Folder, output_dir: Folder, tag: str | 
     """
     state = find_checkpoint(checkpoint_dir, tag)
     _require_optimizer(state, checkpoint_dir)
-    path = pathlib.Path(output_dir).absolute()
+    final = pathlib.Path(output_dir).absolute()
+    path = _fresh(final)
     for record in state.manifest.params:
         if not record.is_trainable:
             continue
@@ -59,8 +61,9 @@ def convert_to_universal(checkpoint_dir: Folder, output_dir: Folder, tag: str | 
         sync_folder(folder)
     target = Target(state.manifest.stage, 1, shards_params=False, shards_optimizer=True, config={})
     DeepSpeedWriter(state, target).write_shared(path)
-    replace_file(path.parent / LATEST_UNIVERSAL, [path.name.encode()])
-    return path
+    replace_folder(path, final)
+    replace_file(final.parent / LATEST_UNIVERSAL, [final.name.encode()])
+    return final
 
 
 def convert_to_deepspeed(
@@ -78,14 +81,14 @@ def convert_to_deepspeed(
     """
     state = find_checkpoint(checkpoint_dir, tag)
     name = tag or _step_tag(state)
-    path = pathlib.Path(output_dir) / check_tag(name)
-    path.mkdir(parents=True, exist_ok=True)
+    final = pathlib.Path(output_dir) / check_tag(name)
+    path = _fresh(final)
     writer = DeepSpeedWriter(state, target)
     for rank in range(target.world_size):
         writer.write(path, rank)
-    sync_folder(path)
-    write_latest(path.parent, name)
-    return path
+    replace_folder(path, final)
+    write_latest(final.parent, name)
+    return final
 
 
 def convert_to_fullspeed(checkpoint_dir: Folder, output_dir: Folder, tag: str | None = None) -> pathlib.Path:
@@ -115,6 +118,18 @@ def convert_to_fullspeed(checkpoint_dir: Folder, output_dir: Folder, tag: str | 
     pending.commit(dataclasses.replace(state.manifest, data=pending.data_name, chunks=tuple(chunks), files=files))
     write_latest(folder, name)
     return pending.final
+
+
+def _fresh(final: pathlib.Path) -> pathlib.Path:
+    """An empty folder in which what becomes `final` is put together. Raises CheckpointError before others' files go."""
+    if final.exists() and any(final.iterdir()) and not (is_universal(final) or is_deepspeed(final)):
+        raise CheckpointError(
+            f"{final} exists and is no checkpoint in this layout; choose another folder, or remove it"
+        )
+    path = partial_folder(final.parent, final.name)
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    return path
 
 
 def _batches(state: SavedState) -> Iterator[Mapping[Chunk, torch.Tensor]]:

@@ -79,10 +79,14 @@ def tensor_parts(
     yield from (bytes_of(tensor) for tensor in plan.tensors if tensor.numel())
 
 
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements as 1-D uint8 in host memory: its own memory where that is contiguous and on the host."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A tensor's elements as bytes; of its own memory where that is contiguous and on the host."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    """The same as bytes."""
+    return flat_bytes(tensor).numpy().data
 
 
 class TensorEntry(NamedTuple):

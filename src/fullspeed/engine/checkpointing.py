@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fullspeed.base.errors import CheckpointError
 from fullspeed.base.log import log_dist
 from fullspeed.checkpoint.folder import PendingCheckpoint, check_tag
+from fullspeed.checkpoint.manifest import Chunk
 from fullspeed.checkpoint.open import default_tag, open_checkpoint
 from fullspeed.checkpoint.rng import restore_rng_state
 from fullspeed.checkpoint.saved import COMMON, SavedState, client_file
@@ -24,7 +25,7 @@ from fullspeed.data.loader import PositionedLoader
 from fullspeed.engine import collect, restore
 from fullspeed.engine.background import BackgroundSave
 from fullspeed.engine.module_state import ModuleState
-from fullspeed.engine.snapshot import Offer, Share, Snapshot, rank_file, tensor_file
+from fullspeed.engine.snapshot import Offer, Snapshot, rank_file, tensor_file
 
 if TYPE_CHECKING:
     import torch
@@ -104,15 +105,32 @@ class Checkpointing(ModuleState):
         self._warn_of_unfinished_accumulation()
         use_thread = self._config.saves_in_background if in_background is None else in_background
 
-        def begin() -> tuple[int, Share]:
+        contents: dict[str, Callable[[], Iterable[bytes | memoryview]]] = {}
+
+        def begin() -> tuple[int, list[Chunk]]:
             number = PendingCheckpoint.prepare(folder, name).generation if rank == 0 else 0
-            return number, snapshot.share(offers)
+            chunks = snapshot.complete(offers)
+            contents.update(self._contents(snapshot, stage=use_thread))
+            return number, chunks
 
         pending = PendingCheckpoint(folder, name, 0)
         try:
             begun = together(begin, CheckpointError, group)
             pending = PendingCheckpoint(folder, name, begun[0][0])
-            self._write(snapshot, [share for _, share in begun], pending, save_latest, use_thread)
+            settings = self._config.checkpoint
+            shares = [chunks for _, chunks in begun]
+            writing = Writing(
+                pending=pending,
+                manifest=snapshot.manifest(pending.data_name, shares, in_rotation=save_latest),
+                rank=rank,
+                contents=contents,
+                keep_last=settings.keep_last,
+                shows_speed=settings.writer is not None and settings.writer.show_statistics,
+            )
+            if use_thread:
+                self._background.begin(writing)
+            else:
+                self._write(writing)
         except BaseException:
             if rank == 0:
                 with contextlib.suppress(OSError):  # the cause is more telling
@@ -131,38 +149,20 @@ class Checkpointing(ModuleState):
         """
         self._background.wait()
 
-    def _write(
-        self, snapshot: Snapshot, shares: list[Share], pending: PendingCheckpoint, save_latest: bool, use_thread: bool
-    ) -> None:
-        group = self.data_parallel_group
-        rank = get_rank(group)
-        contents: dict[str, Callable[[], Iterable[bytes | memoryview]]] = {}
+    def _contents(self, snapshot: Snapshot, *, stage: bool) -> dict[str, Callable[[], Iterable[bytes | memoryview]]]:
+        """What yields the bytes of each of this rank's files; of tensors a copy, where it is staged."""
+        parts: Callable[[], Iterable[bytes | memoryview]] = functools.partial(tensor_parts, snapshot.tensors)
+        if stage:
+            parts = functools.partial(iter, [self._staging.fill(snapshot.tensors)])
+        objects = {name: functools.partial(iter, [data]) for name, data in snapshot.objects.items()}
+        return {**objects, tensor_file(snapshot.rank): parts}
 
-        def gather_contents() -> None:
-            if rank == 0:
-                snapshot.add_common(shares)
-            contents.update({name: functools.partial(iter, [data]) for name, data in snapshot.objects.items()})
-            parts: Callable[[], Iterable[bytes | memoryview]] = functools.partial(tensor_parts, snapshot.tensors)
-            if use_thread:
-                parts = functools.partial(iter, [self._staging.fill(snapshot.tensors)])
-            contents[tensor_file(rank)] = parts
-
-        together(gather_contents, CheckpointError, group)
-        settings = self._config.checkpoint
-        writing = Writing(
-            pending=pending,
-            manifest=snapshot.manifest(pending.data_name, shares, in_rotation=save_latest),
-            rank=rank,
-            contents=contents,
-            keep_last=settings.keep_last,
-            shows_speed=settings.writer is not None and settings.writer.show_statistics,
-        )
-        if use_thread:
-            self._background.begin(writing)
-            return
-        files = together(writing.write, CheckpointError, group)
+    def _write(self, writing: Writing) -> None:
+        files = together(writing.write, CheckpointError, self.data_parallel_group)
         everything = {name: record for each in files for name, record in each.items()}
-        together(lambda: writing.commit(everything) if rank == 0 else None, CheckpointError, group)
+        together(
+            lambda: writing.commit(everything) if writing.rank == 0 else None, CheckpointError, self.data_parallel_group
+        )
 
     def _agree_place(self, offers: list[Offer]) -> tuple[pathlib.Path, str]:
         first = offers[0]

@@ -1,12 +1,11 @@
 """`save_checkpoint` in DeepSpeed's layout: a checkpoint of our own first, which each rank then turns into its files.
 
 save_dir/.staging/         our own checkpoint, removed at the end
-save_dir/.TAG.layout/      DeepSpeed's files, renamed to TAG when all are there
+save_dir/.TAG.partial/     DeepSpeed's files, which get the name TAG in one step when all are there
 """
 
 from __future__ import annotations
 
-import os
 import pathlib
 import shutil
 from collections.abc import Mapping
@@ -15,8 +14,8 @@ from typing import Any
 from fullspeed.base.errors import CheckpointError, UsageError
 from fullspeed.base.log import log_dist
 from fullspeed.checkpoint.deepspeed.write import DeepSpeedWriter, Target
-from fullspeed.checkpoint.durable import sync_folder
-from fullspeed.checkpoint.folder import available_tags, write_latest
+from fullspeed.checkpoint.durable import replace_folder
+from fullspeed.checkpoint.folder import available_tags, partial_folder, remove_stale, write_latest
 from fullspeed.checkpoint.open import open_checkpoint
 from fullspeed.comm import get_rank, get_world_size
 from fullspeed.comm.rendezvous import rendezvous, together
@@ -56,20 +55,24 @@ class LayoutCheckpointing(Checkpointing):
         staging = folder / _STAGING
         made: list[pathlib.Path] = [staging]  # what to remove at the end
 
-        def convert() -> None:
+        def prepare() -> str:
             (name,) = available_tags(staging)
-            partial = folder / f".{name}.layout"
-            made.append(partial)
-            partial.mkdir(exist_ok=True)
+            if rank == 0:
+                made.append(partial_folder(folder, name))
+                shutil.rmtree(made[-1], ignore_errors=True)
+                made[-1].mkdir()
+                remove_stale(folder)
+            return name
+
+        def convert(name: str) -> None:
             state = open_checkpoint(staging, name, rank)
             try:
-                DeepSpeedWriter(state, self._target()).write(partial, rank)
+                DeepSpeedWriter(state, self._target()).write(partial_folder(folder, name), rank)
             finally:
                 state.close()
 
-        def put_in_place() -> None:
-            (name,) = available_tags(staging)
-            _replace_folder(folder / f".{name}.layout", folder / name)
+        def put_in_place(name: str) -> None:
+            replace_folder(partial_folder(folder, name), folder / name)
             if save_latest:
                 write_latest(folder, name)
             log_dist(f"saved checkpoint {folder / name} in DeepSpeed's layout")
@@ -79,8 +82,9 @@ class LayoutCheckpointing(Checkpointing):
             super().save_checkpoint(
                 str(staging), tag, client_state, False, exclude_frozen_parameters, in_background=False
             )
-            together(convert, CheckpointError, group)
-            together(lambda: put_in_place() if rank == 0 else None, CheckpointError, group)
+            name = together(prepare, CheckpointError, group)[0]
+            together(lambda: convert(name), CheckpointError, group)
+            together(lambda: put_in_place(name) if rank == 0 else None, CheckpointError, group)
         finally:
             if rank == 0:
                 for leftover in made:
@@ -97,15 +101,3 @@ class LayoutCheckpointing(Checkpointing):
             shards_optimizer=placement.optim,
             config=self._config.model_dump(mode="json", exclude_unset=True),
         )
-
-
-def _replace_folder(fresh: pathlib.Path, final: pathlib.Path) -> None:
-    """Rename a finished folder to its name; one that had the name before is removed after."""
-    sync_folder(fresh)
-    old = final.with_name(f".{final.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if final.exists():
-        os.rename(final, old)
-    os.rename(fresh, final)
-    sync_folder(final.parent)
-    shutil.rmtree(old, ignore_errors=True)

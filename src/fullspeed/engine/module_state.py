@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +13,12 @@ from torch import nn
 from fullspeed.base.errors import CheckpointError, UsageError
 from fullspeed.base.log import log_dist
 from fullspeed.checkpoint.durable import replace_file
-from fullspeed.checkpoint.tensor_file import tensor_parts
+from fullspeed.checkpoint.export import save_pickled
 from fullspeed.comm import Group, get_rank
 from fullspeed.comm.rendezvous import rendezvous, together
 from fullspeed.engine import restore
 from fullspeed.engine.collect import is_trainable, named_state
+from fullspeed.engine.streamed import StreamedState
 from fullspeed.sharding import placeholder
 from fullspeed.sharding.group import FlatGroup
 from fullspeed.sharding.runtime import ShardingRuntime
@@ -148,6 +148,9 @@ class ModuleState:
 
         Rank 0 writes; gradients under way stay. Returns False, with a warning, where parameters are sharded
         and the configuration does not allow gathering them.
+
+        Memory on rank 0: for a safetensors file one group of parameters, which goes into the file when it is
+        gathered; for another one the whole model in host memory, once. The other ranks hold one group.
         """
         if not self._may_gather():
             log_dist(
@@ -156,13 +159,16 @@ class ModuleState:
             )
             return False
         rendezvous("save_16bit_model", self.data_parallel_group)
-        state_dict = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
         path = pathlib.Path(save_dir) / save_filename
+        if path.suffix == ".safetensors":
+            self._stream_weights(path, exclude_frozen_parameters)
+            return True
+        state_dict = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
 
         def write() -> None:
             if state_dict is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                replace_file(path, _model_file(state_dict, is_safetensors=path.name.endswith(".safetensors")))
+                save_pickled(path, state_dict)
 
         together(write, CheckpointError, self.data_parallel_group)
         return True
@@ -179,12 +185,34 @@ class ModuleState:
 
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
+    def _stream_weights(self, path: pathlib.Path, exclude_frozen: bool) -> None:
+        group = self.data_parallel_group
+        streamed = StreamedState(self.runtime, self._state_dict("", exclude_frozen, keep_vars=True))
+        together(streamed.check, CheckpointError, group)
+        self.runtime.meet()
+        values = streamed.values(wanted=get_rank(group) == 0)
+        failure: OSError | None = None
+        try:
+            if get_rank(group) == 0:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(path, streamed.file(values))
+        except OSError as error:
+            failure = error
+        for _ in values:  # the others' gathers go on whatever happens here
+            pass
+
+        def end() -> None:
+            if failure is not None:
+                raise failure
+
+        together(end, CheckpointError, group)
+
     def _may_gather(self) -> bool:
         is_sharded = any(group.needs_gather for group in self.runtime.groups)
         return not is_sharded or self._config.zero_optimization.stage3_gather_16bit_weights_on_model_save
 
     def _state_dict(
-        self, prefix: str, exclude_frozen: bool, *, wanted: bool, keep_vars: bool = False
+        self, prefix: str, exclude_frozen: bool, *, wanted: bool = True, keep_vars: bool = False
     ) -> dict[str, Any]:
         """`module.state_dict` with whole CPU tensors. A rank that does not want it only helps to gather."""
         whole: dict[nn.Parameter, torch.Tensor] = {}
@@ -221,12 +249,3 @@ def _whole_values(group: FlatGroup, *, wanted: bool) -> dict[nn.Parameter, torch
         param: values[slot.offset : slot.end].view(slot.shape).to("cpu", copy=True)
         for param, slot in zip(group.params, group.layout.slots, strict=True)
     }
-
-
-def _model_file(state_dict: Mapping[str, Any], *, is_safetensors: bool) -> Iterable[bytes | memoryview]:
-    if is_safetensors:
-        # Tied parameters are written under each of their names, so that a strict load finds all of them.
-        return tensor_parts({name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)})
-    buffer = io.BytesIO()
-    torch.save(dict(state_dict), buffer)
-    return [buffer.getbuffer()]

@@ -46,12 +46,6 @@ class Offer(NamedTuple):
     tag: str
     buffers: dict[str, bytes]  # digest of each
     client_state: bytes  # digest
-
-
-class Share(NamedTuple):
-    """What one rank will write."""
-
-    chunks: list[Chunk]
     optimizer_values: dict[str, dict[str, Any]]  # by parameter: entries of the optimizer's state that are no tensors
 
 
@@ -65,50 +59,56 @@ class Snapshot:
 
     def __init__(self, engine: Checkpointing, *, exclude_frozen: bool) -> None:
         self._engine, self._exclude_frozen = engine, exclude_frozen
-        self._rank = get_rank(engine.data_parallel_group)
+        self.rank = get_rank(engine.data_parallel_group)
         self._state = collect.named_state(engine.module, engine.runtime)
+        self._collector = collect.Collector(self.rank, tensor_file(self.rank))
         self._client_state = b""
-        self.tensors: dict[str, torch.Tensor] = {}  # of this rank's tensor file
-        self.objects: dict[str, bytes] = {}  # this rank's other files
+        self.objects: dict[str, bytes] = {}  # this rank's files of other things than tensors
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What goes into this rank's tensor file."""
+        return {chunk.key: tensor for chunk, tensor in self._collector.tensors.items()}
 
     def offer(self, folder: str, tag: str, client_state: Mapping[str, Any]) -> Offer:
-        """What the others must know to decide who saves what."""
-        self._client_state = pack({"client_state": dict(client_state)})
-        digests = collect.buffer_digests(self._state)
-        return Offer(folder, tag, digests, hashlib.sha256(self._client_state).digest())
-
-    def share(self, offers: list[Offer]) -> Share:
-        """Collect this rank's tensors and objects."""
-        engine, mine, first = self._engine, offers[self._rank], offers[0]
-        collector = collect.Collector(self._rank, tensor_file(self._rank))
+        """Collect what is this rank's whatever the others have; returns what they must know of it."""
+        engine, collector = self._engine, self._collector
         collector.add_weights(engine.runtime, exclude_frozen=self._exclude_frozen)
         collector.add_unmanaged(self._state, engine.runtime, exclude_frozen=self._exclude_frozen)
-        differing = {fqn for fqn in mine.buffers if mine.buffers[fqn] != first.buffers.get(fqn)}
-        collector.add_buffers(self._state, differing)
         values = {} if engine.optimizer is None else collector.add_optimizer(engine.optimizer)
-        self.tensors = {chunk.key: tensor for chunk, tensor in collector.tensors.items()}
+        self._client_state = pack({"client_state": dict(client_state)})
+        digests = collect.buffer_digests(self._state)
+        return Offer(folder, tag, digests, hashlib.sha256(self._client_state).digest(), values)
+
+    def complete(self, offers: list[Offer]) -> list[Chunk]:
+        """Collect the rest; returns the description of this rank's tensors."""
+        engine, mine, first = self._engine, offers[self.rank], offers[0]
+        differing = {fqn for fqn in mine.buffers if mine.buffers[fqn] != first.buffers.get(fqn)}
+        self._collector.add_buffers(self._state, differing)
         own: dict[str, Any] = {"rng": rng_state(engine.device)}
         if isinstance(engine.training_dataloader, PositionedLoader):
             own["data"] = engine.training_dataloader.state_dict()
-        self.objects = {rank_file(self._rank): pack(own)}
-        if self._rank == 0 or mine.client_state != first.client_state:
-            self.objects[client_file(self._rank)] = self._client_state
-        return Share(list(collector.tensors), values)
+        self.objects = {rank_file(self.rank): pack(own)}
+        if self.rank == 0 or mine.client_state != first.client_state:
+            self.objects[client_file(self.rank)] = self._client_state
+        if self.rank == 0:
+            self.objects[COMMON] = self._common(offers)
+        return list(self._collector.tensors)
 
-    def add_common(self, shares: list[Share]) -> None:
-        """Add what is the same on every rank; for rank 0."""
+    def _common(self, offers: list[Offer]) -> bytes:
+        """What is the same on every rank."""
         engine = self._engine
         state: dict[str, Any] = {"extra_state": collect.extra_states(engine.module)}
         if engine.optimizer is not None:
             state["param_groups"] = collect.optimizer_groups(engine.optimizer)
             # Whoever owned a part of a parameter has its entries, and they are equal.
-            state["optimizer_values"] = {fqn: row for share in shares for fqn, row in share.optimizer_values.items()}
+            state["optimizer_values"] = {fqn: row for offer in offers for fqn, row in offer.optimizer_values.items()}
             state["loss_scale"] = dict(engine.optimizer.loss_scaler.state_dict())
         if hasattr(engine.lr_scheduler, "state_dict"):
             state["lr_scheduler"] = engine.lr_scheduler.state_dict()
-        self.objects[COMMON] = pack(state)
+        return pack(state)
 
-    def manifest(self, data: str, shares: list[Share], *, in_rotation: bool) -> Manifest:
+    def manifest(self, data: str, shares: list[list[Chunk]], *, in_rotation: bool) -> Manifest:
         """The description, without the records of the files."""
         engine, state = self._engine, self._state
         return Manifest(
@@ -126,6 +126,6 @@ class Snapshot:
                 "micro_steps": engine.micro_steps - engine._num_micro_steps,
                 "skipped_steps": engine.skipped_steps,
             },
-            chunks=tuple(chunk for share in shares for chunk in share.chunks),
+            chunks=tuple(chunk for share in shares for chunk in share),
             in_rotation=in_rotation,
         )

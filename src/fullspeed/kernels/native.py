@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 """Of the interface below; a library with another one was built from other sources."""
 PATH = pathlib.Path(__file__).with_name("_native.so")
 
@@ -88,6 +88,8 @@ def load() -> Native | str:
     functions.fs_dequantize_sum.argtypes = (
         blocks, ctypes.POINTER(MessageStruct), ctypes.c_int64, address, int32, int32,
     )  # fmt: skip
+    functions.fs_copy_past_caches.restype = None
+    functions.fs_copy_past_caches.argtypes = (address, address, ctypes.c_int64)
     if sys.platform == "linux":
         _declare_file_io(functions)
     names = (functions.fs_instruction_set(index) for index in range(functions.fs_num_instruction_sets()))

@@ -10,6 +10,7 @@ from torch import nn
 from fullspeed.comm import Group, trim_shared_memory
 from fullspeed.config import Config
 from fullspeed.precision.policy import PrecisionPolicy, torch_dtype
+from fullspeed.sharding.always_sharded import check_num_shards
 from fullspeed.sharding.file_plan import make_files, plan_files
 from fullspeed.sharding.gatherer import LiveBudget
 from fullspeed.sharding.gradients import GradScaling
@@ -17,7 +18,7 @@ from fullspeed.sharding.group import FlatGroup
 from fullspeed.sharding.intake import broadcast_first_values, check_params, first_values, managed_params
 from fullspeed.sharding.leaves import class_paths
 from fullspeed.sharding.links import make_links
-from fullspeed.sharding.placement import placement_of
+from fullspeed.sharding.placement import Placement, placement_of
 from fullspeed.sharding.plan import MERGE_NUMEL, Grouping, PlannedGroup, make_plan
 from fullspeed.sharding.reductions import ReductionPolicy
 from fullspeed.sharding.runtime import ShardingRuntime
@@ -53,6 +54,7 @@ def build_runtime(
     persistent = _persistent_groups(plan.groups, zero.stage3_param_persistence_threshold,
                                     zero.stage3_model_persistence_threshold)  # fmt: skip
     links = make_links(zero, group, device)
+    check_num_shards(model, links.world_size)
     scaling = _grad_scaling(config, links.num_ranks)
     file_plan = plan_files(plan.groups, persistent, zero.offload_param, precision, links.world_size)
     files = make_files(file_plan, config, links)
@@ -61,9 +63,9 @@ def build_runtime(
     groups = []
     with first_values() as values_of:
         for index, planned in enumerate(plan.groups):
-            group_placement = placement.persistent if index in persistent else placement
+            where = _placement_in(placement, planned, is_persistent=index in persistent)
             dtypes = precision.dtypes_of(planned.key.dtype, planned.key.wire)
-            flat = FlatGroup(index, planned.params, group_placement, dtypes, links, scaling, values_of)
+            flat = FlatGroup(index, planned.params, where, dtypes, links, scaling, values_of)
             if files is not None and index in file_plan.waiting:
                 flat.keep_in_file(files)
             if state_files is not None and flat.has_separate_master and index in state_plan.waiting:
@@ -130,6 +132,13 @@ def _persistent_groups(groups: Sequence[PlannedGroup], threshold: int, model_thr
             persistent.add(index)
             total += group.numel
     return persistent
+
+
+def _placement_in(placement: Placement, planned: PlannedGroup, *, is_persistent: bool) -> Placement:
+    """The placement of one group at a stage with this placement."""
+    if planned.key.always_sharded:
+        return placement.always_sharded
+    return placement.persistent if is_persistent else placement
 
 
 def _grad_scaling(config: Config, num_ranks: int) -> GradScaling:

@@ -27,6 +27,11 @@ class Placement(NamedTuple):
         """The same placement for a group whose parameters stay whole because they are small."""
         return self._replace(params=False)
 
+    @property
+    def always_sharded(self) -> Placement:
+        """The same placement for a frozen group whose parameters are sharded at every stage."""
+        return Placement(params=True, grads=True, optim=True)
+
 
 _PLACEMENTS = {
     0: Placement(params=False, grads=False, optim=False),

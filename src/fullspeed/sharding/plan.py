@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from fullspeed.sharding.always_sharded import ShardsFrozen, always_sharded
 from fullspeed.sharding.leaves import class_paths, z3_leaf_module
 from fullspeed.sharding.tiled_linear import TiledLinear
 
@@ -39,6 +40,7 @@ class GroupKey(NamedTuple):
     device: torch.device
     requires_grad: bool
     wire: torch.dtype | None
+    always_sharded: bool  # at every stage, and frozen
 
 
 @dataclass
@@ -82,7 +84,7 @@ def make_plan(
     """
     names = {param: fqn for fqn, param in root.named_parameters()}
     units = list(_units(root, grouping))
-    unclaimed = set(managed)
+    unclaimed, sharded = set(managed), always_sharded(root)
     groups: list[PlannedGroup] = []
     open_groups: dict[GroupKey, PlannedGroup] = {}
     for unit in [*units, root]:
@@ -91,7 +93,7 @@ def make_plan(
             if param not in unclaimed:
                 continue
             unclaimed.remove(param)
-            key = GroupKey(param.dtype, param.device, param.requires_grad, (wires or {}).get(param))
+            key = GroupKey(param.dtype, param.device, param.requires_grad, (wires or {}).get(param), param in sharded)
             of_unit.setdefault(key, PlannedGroup(key)).params.append((names[param], param))
         for key, group in of_unit.items():
             previous = open_groups.get(key)
@@ -115,6 +117,7 @@ def _units(root: nn.Module, grouping: Grouping) -> Iterator[nn.Module]:
         has_own = any(True for _ in module.parameters(recurse=False))
         is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential | TiledLinear)
         is_leaf = _is_leaf(module, name, grouping) if module is not root else z3_leaf_module(root)
+        is_leaf = is_leaf or isinstance(module, ShardsFrozen)
         is_block = type(module).__name__ in block_classes or (is_member and not is_container and not block_classes)
         if is_leaf or (is_block and module is not root):
             if any(True for _ in module.parameters()):

@@ -10,11 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from fullspeed.base.errors import UsageError
 from fullspeed.checkpoint.export import WeightSpec, WeightWriter
 from fullspeed.checkpoint.export_plan import parse_size, plan_shards
 from fullspeed.checkpoint.model_files import ModelFiles
+from tests.unit.checkpoint.test_folder import run_and_die
 
 TENSORS = {name: torch.randn(size) for name, size in (("a", 3), ("b", 2), ("c", 9), ("d", 1))}
 
@@ -71,13 +73,39 @@ def test_a_smaller_export_takes_the_place_of_a_larger_one(tmp_path):
         assert torch.equal(file.get_tensor("c"), TENSORS["c"].bfloat16())
 
 
-def test_a_file_is_written_when_its_last_tensor_comes(tmp_path):
+def test_a_file_is_written_when_its_last_tensor_comes_and_named_at_the_end(tmp_path):
     specs = [WeightSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in TENSORS.items()]
     writer = WeightWriter(tmp_path, specs, 20)
     writer.add("a", TENSORS["a"])
     assert not list(tmp_path.iterdir())
     writer.add("b", TENSORS["b"])
-    assert [path.name for path in tmp_path.iterdir()] == ["model-00001-of-00003.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == [".model-00001-of-00003.safetensors.partial"]
+
+
+def test_an_export_that_was_killed_leaves_the_earlier_one_and_its_own_rest_goes_with_the_next(tmp_path):
+    write(tmp_path, 20)
+    specs = [WeightSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in TENSORS.items()]
+    killed = WeightWriter(tmp_path, specs, 20)
+    for name in ("a", "b", "c"):
+        killed.add(name, torch.zeros_like(TENSORS[name]))
+    read = ModelFiles(tmp_path)
+    assert all(torch.equal(read.elements(name, 0, tensor.numel()), tensor) for name, tensor in TENSORS.items())
+    write(tmp_path, "5GB")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_an_export_killed_between_names_has_no_index(tmp_path):
+    """Two exports of one shape: their files must not be taken for one."""
+    step, is_done = 0, False
+    while not is_done:
+        folder = tmp_path / str(step)
+        write(folder, 20)
+        is_done = run_and_die(lambda folder=folder: write(folder, 20, dtype=torch.int32), step)
+        if (folder / "model.safetensors.index.json").exists():
+            files = [load_file(path) for path in folder.glob("model-*.safetensors")]
+            assert len({tensor.dtype for tensors in files for tensor in tensors.values()}) == 1
+        step += 1
+    assert step > 6, "hardly anything was interrupted"
 
 
 def test_an_export_of_nothing_is_an_empty_file(tmp_path):

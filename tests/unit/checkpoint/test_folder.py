@@ -6,6 +6,7 @@ import os
 import pathlib
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,18 @@ def test_leftovers_of_a_crash_are_removed_by_the_next_attempt(tmp_path):
     assert not list(tmp_path.rglob("junk"))
 
 
+def test_what_a_kill_left_behind_is_removed_by_a_later_save_of_any_tag(tmp_path):
+    """But not what another job may be writing into the same directory just now."""
+    for tag in ("killed", "running"):
+        (PendingCheckpoint.prepare(tmp_path, tag).data / "part").write_text("some")
+    long_ago = time.time() - 2 * 3600
+    for path in (tmp_path / ".killed.partial", *(tmp_path / ".killed.partial").rglob("*")):
+        os.utime(path, (long_ago, long_ago))
+    (tmp_path / ".notes.partial").write_text("a file of the user's")
+    mini.save(tmp_path, "next", 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".notes.partial", ".running.partial", "latest", "next"]
+
+
 def test_files_that_rank_0_does_not_see_are_no_checkpoint(tmp_path, monkeypatch):
     mini.save(tmp_path, "tag", 1)
     monkeypatch.setattr(mini, "write_file", lambda path, parts: folder_module.FileRecord(5, 5))
@@ -95,11 +108,16 @@ def die_before(step: int) -> None:
 
 def save_and_die(folder: pathlib.Path, tag: str, seed: int, step: int) -> bool:
     """Save in another process that dies before its `step`-th change; True if it ended before that."""
+    return run_and_die(lambda: mini.save(folder, tag, seed), step)
+
+
+def run_and_die(action: Callable[[], Any], step: int) -> bool:
+    """The same for any action."""
     pid = os.fork()
     if not pid:
         try:
             die_before(step)
-            mini.save(folder, tag, seed)
+            action()
         finally:
             os._exit(1)
     _, status = os.waitpid(pid, 0)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fullspeed.base.errors import CheckpointError
+from fullspeed.checkpoint import objects
 from fullspeed.checkpoint.objects import pack, unpack
 
 
@@ -42,6 +43,18 @@ class Custom:
 def test_the_entry_that_cannot_be_loaded_is_named(value, name, kind):
     with pytest.raises(CheckpointError, match=rf"^{name} is a .*{kind}"):
         pack(value)
+
+
+def test_what_is_taken_for_loadable_without_a_trial_is(monkeypatch, tmp_path):
+    state = {
+        "a": [1, 2.5, True, None, ("x", {3: torch.arange(2), "n": float("inf")})],
+        "b": [[], (), {}],
+        "c": -(2**80),
+    }
+    monkeypatch.setattr(objects, "_is_loadable", None)
+    path = tmp_path / "o.pt"
+    path.write_bytes(pack(state))
+    assert str(unpack(path)) == str(state)
 
 
 def test_a_view_is_saved_without_the_rest_of_its_storage():
