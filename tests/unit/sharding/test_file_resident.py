@@ -125,7 +125,7 @@ def test_a_failure_is_noted_given_as_nan_and_raised_once(
 
 
 def planned(*numels: int) -> list[PlannedGroup]:
-    key = GroupKey(torch.float32, torch.device("cpu"), True, None)
+    key = GroupKey(torch.float32, torch.device("cpu"), requires_grad=True, wire=None, always_sharded=False)
     return [PlannedGroup(key, [(f"p{i}", nn.Parameter(torch.empty(numel)))]) for i, numel in enumerate(numels)]
 
 
