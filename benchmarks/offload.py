@@ -3,8 +3,8 @@
     python benchmarks/offload.py                       # fails without offload, trains with it
     python benchmarks/offload.py --largest 4096        # the largest model in so many MiB a rank, per way
 
-Every rank lives in a memory cgroup of its own where that can be made (root), else under RLIMIT_DATA. Peaks are of the
-resident memory, less what the process held before it built the model.
+Every rank lives in a memory cgroup of its own, which limits and measures all that it takes, memory shared between
+ranks once. Peaks leave out what the process held before it built the model. Needs root on Linux.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,12 +58,13 @@ def configuration(run: Run, folder: str) -> dict[str, Any]:
         "stage3_max_live_parameters": LIVE_NUMEL,
         "stage3_prefetch_bucket_size": LAYER_NUMEL,
         "stage3_max_reuse_distance": 0,
+        "reduce_bucket_size": LAYER_NUMEL,
     }
-    file = {"device": "nvme", "nvme_path": folder}
+    file = {"device": "nvme", "nvme_path": folder, "buffer_count": 3}
     if run.way in ("optimizer", "both"):
         zero["offload_optimizer"] = {**file, "pipeline_read": True, "pipeline_write": True}
     if run.way == "both":
-        zero["offload_param"] = {**file, "max_in_cpu": 0, "buffer_count": 3}
+        zero["offload_param"] = {**file, "max_in_cpu": 0}
     made: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
@@ -75,13 +76,34 @@ def configuration(run: Run, folder: str) -> dict[str, Any]:
 # ------------------------------------------------------------------------ a rank
 
 
-def resident_bytes(field: str) -> int:
-    """`VmHWM`: at its highest since it was reset; `VmRSS`: now."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+class Cgroup(NamedTuple):
+    """A memory cgroup of either version."""
+
+    folder: Path
+    is_first: bool  # version 1
+
+    def limit(self, nbytes: int) -> None:
+        """Have the kernel end who takes more."""
+        name = "memory.limit_in_bytes" if self.is_first else "memory.max"
+        self.folder.joinpath(name).write_text(str(nbytes))
+
+    def taken_bytes(self) -> int:
+        """Memory taken now."""
+        return self._read("memory.usage_in_bytes" if self.is_first else "memory.current")
+
+    def peak_bytes(self) -> int:
+        """Memory taken at most."""
+        return self._read("memory.max_usage_in_bytes" if self.is_first else "memory.peak")
+
+    def _read(self, name: str) -> int:
+        return int(self.folder.joinpath(name).read_text())
+
+    def join(self) -> None:
+        """Put this process into it."""
+        self.folder.joinpath("cgroup.procs").write_text(str(os.getpid()))
 
 
-def train(run: Run, folder: str) -> None:
+def train(run: Run, folder: str, cgroup: Cgroup) -> None:
     """Train in this process, one rank, and print one line of JSON."""
     import torch
     from gpt import GPT, GPTConfig
@@ -95,14 +117,13 @@ def train(run: Run, folder: str) -> None:
     config = configuration(run, folder)
     first, *_ = fullspeed.initialize(model=torch.nn.Linear(8, 8), config=config)  # all that is set up once
     first.destroy()
-    before_bytes = resident_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
+    before_bytes = cgroup.taken_bytes()
     torch.manual_seed(0)
     with zero.Init(config_dict_or_path=config):
         model = GPT(GPTConfig(num_layers=run.layers, num_heads=12, width=WIDTH))
     engine, *_ = fullspeed.initialize(model=model, config=config)
     del model
-    result: dict[str, Any] = {"losses": [], "step_s": [], "update_s": [], "built_bytes": grown(before_bytes)}
+    result: dict[str, Any] = {"losses": [], "step_s": [], "update_s": []}
     for step in range(run.steps):
         generator = torch.Generator().manual_seed(1000 * step + rank)
         text = torch.randint(0, 256, (1, SEQUENCE_TOKENS + 1), generator=generator)
@@ -117,77 +138,49 @@ def train(run: Run, folder: str) -> None:
         result["step_s"].append(ended - began)
         result["update_s"].append(ended - updating)
     files = engine.runtime.state_files
-    result |= {"peak_bytes": grown(before_bytes), "held": engine.memory_bytes()}
+    result |= {"peak_bytes": cgroup.peak_bytes() - before_bytes, "held": engine.memory_bytes()}
     result["spent"] = None if files is None else files.spent._asdict()
     result["numel"] = sum(group.numel for group in engine.runtime.groups)
     engine.destroy()
     print(json.dumps(result), flush=True)
 
 
-def grown(before_bytes: int) -> int:
-    """Resident memory at its highest, beyond what there was before."""
-    return resident_bytes("VmHWM") - before_bytes
-
-
-# ------------------------------------------------------------------------ limits
-
-
 @contextmanager
-def limited(cap_bytes: int | None) -> Iterator[Callable[[], None]]:
-    """What a process calls at its start to be held to so much memory."""
-    if cap_bytes is None:
-        yield lambda: None
-        return
-    group = make_cgroup(cap_bytes)
-    if group is None:
-        yield lambda: resource.setrlimit(resource.RLIMIT_DATA, (cap_bytes, cap_bytes))
-        return
+def rank_cgroup(cap_bytes: int | None) -> Iterator[Cgroup]:
+    """A cgroup for one rank."""
+    is_first = Path("/sys/fs/cgroup/memory").is_dir()
+    root = Path("/sys/fs/cgroup/memory" if is_first else "/sys/fs/cgroup")
+    cgroup = Cgroup(root / f"fullspeed-{os.getpid()}-{time.monotonic_ns()}", is_first)
     try:
-        yield lambda: group.joinpath("cgroup.procs").write_text(str(os.getpid())) and None
+        cgroup.folder.mkdir()
+    except OSError as error:
+        raise SystemExit(f"cannot make a memory cgroup: {error}") from error
+    try:
+        if cap_bytes is not None:
+            cgroup.limit(cap_bytes)
+        yield cgroup
     finally:
-        group.rmdir()
-
-
-def make_cgroup(cap_bytes: int) -> Path | None:
-    """A memory cgroup of either version, or None where this user may not have one."""
-    for root, key in ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
-        group = root / f"fullspeed-{os.getpid()}-{time.monotonic_ns()}"
-        try:
-            group.mkdir()
-            group.joinpath(key).write_text(str(cap_bytes))
-        except OSError:
-            if group.exists():
-                group.rmdir()
-            continue
-        return group
-    return None
+        cgroup.folder.rmdir()
 
 
 def measure(run: Run, cap_bytes: int | None, folder: Path) -> list[dict[str, Any]] | None:
-    """Every rank's result, or None when one was killed or failed for want of memory."""
+    """Every rank's result, or None when the kernel ended one for want of memory."""
     port = free_port()
-    command = [sys.executable, __file__, "--worker", json.dumps(run), "--folder", str(folder)]
     with ExitStack() as stack:
-        ranks = []
+        ranks, logs = [], []
         for rank in range(run.ranks):
-            join = stack.enter_context(limited(cap_bytes))
+            cgroup = stack.enter_context(rank_cgroup(cap_bytes))
+            logs.append(stack.enter_context(tempfile.TemporaryFile("w+")))
+            words = [json.dumps(run), json.dumps([str(cgroup.folder), cgroup.is_first])]
+            command = [sys.executable, __file__, "--worker", *words, "--folder", str(folder)]
             environment = rank_environment(rank, run.ranks, port)
-            log = stack.enter_context(tempfile.TemporaryFile("w+"))
-            ranks.append(
-                subprocess.Popen(
-                    command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True, preexec_fn=join
-                )
-            )
-            ranks[-1].log = log  # type: ignore[attr-defined]
+            ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=logs[-1], text=True))
         outputs = [process.communicate()[0] for process in ranks]
-        codes = [process.returncode for process in ranks]
-        if any(codes):
-            for process in ranks:
-                process.log.seek(0)  # type: ignore[attr-defined]
-            texts = [process.log.read() for process in ranks]  # type: ignore[attr-defined]
-            if -9 in codes or any("memory" in text for text in texts):
+        if any(process.returncode for process in ranks):
+            if any(process.returncode == -signal.SIGKILL for process in ranks):
                 return None
-            raise RuntimeError(f"exit codes {codes}: {texts[0][-3000:]}")
+            logs[0].seek(0)
+            raise RuntimeError(f"a rank failed; the end of its log:\n{logs[0].read()[-3000:]}")
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
@@ -274,10 +267,13 @@ def main() -> None:
     add("--precision", default="fp32", help="fp32, bf16 or both with a comma (default: %(default)s)")
     add("--largest", type=int, metavar="MIB", help="find the largest models for so much memory instead")
     add("--folder", type=Path, default=Path(), help="on the disk to be used (here)")
-    add("--worker", help=argparse.SUPPRESS)
+    add("--worker", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        train(Run(*json.loads(options.worker)), str(options.folder))
+        run, (cgroup_folder, is_first) = (json.loads(word) for word in options.worker)
+        cgroup = Cgroup(Path(cgroup_folder), is_first)
+        cgroup.join()
+        train(Run(*run), str(options.folder), cgroup)
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         (find_largest if options.largest else prove)(options, Path(folder))

@@ -1,8 +1,10 @@
 """Parameter shards that wait in files (`offload_param` to nvme): the same numbers, and nothing else in memory."""
 
+import contextlib
 import pathlib
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ from torch import nn
 
 from fullspeed import zero
 from fullspeed.activation.configure import checkpoint
-from fullspeed.base.errors import ConfigError, StorageError
+from fullspeed.base.errors import CheckpointError, ConfigError, StorageError
+from fullspeed.comm import QuantizedGather, agreement, barrier, shared_transport
+from fullspeed.comm.transport import PairwiseTransport
 from fullspeed.engine.initialize import initialize
 from fullspeed.sharding.file_resident import FileResident
 from tests.models import LLAMA, branching, paths_for, stack, tiny_llama
@@ -148,6 +152,38 @@ def test_generation_of_different_lengths(rank: int, world_size: int, tmp_path: p
     assert torch.equal(engine.generate(tokens, **settings), reference.generate(tokens, **settings))
     assert waiting(engine) > 2
     engine.destroy()
+
+
+@ranks(2)
+@pytest.mark.parametrize("how", ["quantized", "messages"])
+def test_however_gathers_travel(rank: int, world_size: int, how: str, tmp_path: pathlib.Path) -> None:
+    results = []
+    for folder in (None, tmp_path):
+        settings = config(folder, precision="bf16")
+        settings["zero_optimization"]["zero_quantized_weights"] = how == "quantized"
+        with contextlib.ExitStack() as patches:
+            for module in (shared_transport, agreement) if how == "messages" else ():
+                patches.enter_context(mock.patch.object(module, "can_share", return_value=False))
+            engine = initialize(model=stack(rank), optimizer=adamw, config=settings)[0]
+        assert isinstance(engine.runtime.links.unshard, QuantizedGather) == (how == "quantized")
+        assert isinstance(engine.runtime.links.gather, PairwiseTransport) == (how == "messages")
+        results.append((updates(engine, rank, world_size, range(2)), whole(engine)))
+    assert waiting(engine) > 3
+    assert results[0][0] == results[1][0]
+    assert_equal(results[0][1], results[1][1])
+
+
+@ranks(4)
+def test_replicas_of_shard_groups(rank: int, world_size: int, tmp_path: pathlib.Path) -> None:
+    results = []
+    for folder in (None, tmp_path):
+        settings = config(folder)
+        settings["zero_optimization"]["mics_shard_size"] = 2
+        engine = initialize(model=stack(rank), optimizer=adamw, config=settings)[0]
+        results.append((updates(engine, rank, world_size, range(2)), whole(engine)))
+    assert waiting(engine) > 3
+    assert results[0][0] == results[1][0]
+    assert_equal(results[0][1], results[1][1])
 
 
 class Recomputed(nn.Module):
@@ -324,6 +360,8 @@ def test_a_harmed_file_of_one_rank_is_an_error_on_both(
     assert engine.runtime.files.pool.num_in_use == 0
     with pytest.raises(StorageError, match="rank 1"):
         zero.safe_get_full_fp32_param(engine.module.outer.weight)
+    with pytest.raises(CheckpointError, match="rank 1"):
+        engine.save_checkpoint(str(tmp_path / "saved"), "torn")
     with pytest.raises(StorageError, match="rank 1"):
         engine.destroy()
     again = make(tmp_path / "files", stack(rank))
@@ -342,6 +380,27 @@ def test_a_file_that_is_lost_between_backward_and_step(rank: int, world_size: in
             engine.runtime.files.store.path.unlink()
         with pytest.raises(StorageError, match="rank 1"):
             engine.step()
+
+
+@ranks(2)
+def test_a_file_that_is_lost_while_its_rank_is_away(rank: int, world_size: int, tmp_path: pathlib.Path) -> None:
+    engine = make(tmp_path, stack(rank))
+    x = torch.ones(2, 5)
+    with torch.no_grad():
+        engine(x)
+        barrier()
+        if rank == 1:
+            engine.runtime.files.store.path.unlink()
+            barrier()
+            time.sleep(0.5)  # the other rank evaluates alone, served by this one's attendant
+        else:
+            barrier()
+            with pytest.raises(StorageError, match="rank 1"):
+                engine(x)
+        barrier()
+        if rank == 1:
+            with pytest.raises(StorageError, match=r"rank 1.*vanished"):
+                engine(x)
 
 
 @ranks(2)

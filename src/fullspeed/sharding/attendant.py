@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable
 
-from fullspeed.base.errors import CommError
+from fullspeed.base.errors import CommError, StorageError
 
 _FIRST_NAP_S, _LONGEST_NAP_S = 1e-3, 2e-2
 
@@ -65,6 +65,8 @@ class Attendant:
                 return False
             try:
                 self._serve()
+            except StorageError as error:  # all ranks raise it, and the others may need this one to end their forward
+                self._error = error
             except BaseException as error:  # raised in the rank's own thread, when it comes back
                 self._error = error
                 self._away.clear()

@@ -17,6 +17,7 @@ from fullspeed.base.errors import StorageError, UsageError
 from fullspeed.comm import MessageGather, Pending
 from fullspeed.offload.buffers import BufferPool
 from fullspeed.offload.disk import Disk
+from fullspeed.offload.file_tensor import FileTensor
 from fullspeed.offload.files import Handle
 from fullspeed.sharding.links import GroupLinks
 from fullspeed.sharding.resident import Resident
@@ -195,12 +196,9 @@ class FileResident(Resident):
     @property
     @override
     def values(self) -> torch.Tensor:
-        """A copy of their own. Raises StorageError, here only, where they cannot be read."""
-        values = self.wake().clone()
-        self.begin_sleep(changed=False)
-        if self._files.failure is not None:
-            raise self._files.failure
-        return values
+        """A tensor that reads them when they are needed. Not while they are awake: what changes there is not seen."""
+        self.sleep()
+        return FileTensor(self._files.store, self._name, 0, (self.numel,))
 
     @contextmanager
     @override

@@ -10,6 +10,7 @@ from fullspeed.base import log
 from fullspeed.base.errors import ConfigError
 from fullspeed.config import load_config
 
+DISK = {"device": "nvme", "nvme_path": "disk"}
 PRECISIONS = ({}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}})
 
 
@@ -242,6 +243,18 @@ def test_rates_per_group():
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
             "zero_optimization.offload_optimizer.ratio",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": DISK, "zero_hpz_partition_size": 2}},
+            "zero_optimization.zero_hpz_partition_size",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": DISK, "zero_quantized_nontrainable_weights": True}},
+            "zero_optimization.zero_quantized_nontrainable_weights",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": DISK}},
+            "zero_optimization.offload_param",
         ),
         ({"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}}, "gradient_allreduce_op"),
         ({"optimizer": {"type": "OneBitAdam"}, "zero_optimization": {"stage": 1}}, "optimizer.type"),

@@ -8,21 +8,12 @@ from fullspeed.config.root import Config
 from fullspeed.config.supported import ENABLED, MISSING, value_at
 
 CPU = {"device": "cpu"}
-DISK = {"device": "nvme", "nvme_path": "/tmp"}
 
 
 @pytest.mark.parametrize(
     ("source", "path"),
     [
         *(({block: {"enabled": True}}, f"{block}.enabled") for block in ENABLED if "." not in block),
-        (
-            {"zero_optimization": {"stage": 3, "offload_param": DISK}},
-            "zero_optimization.offload_param.device",
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "offload_optimizer": DISK}},
-            "zero_optimization.offload_optimizer.device",
-        ),
         ({"zero_optimization": {"zenflow": {}}}, "zero_optimization.zenflow"),
         ({"zero_optimization": {"enable_sanity_checks": True}}, "zero_optimization.enable_sanity_checks"),
         ({"zero_optimization": {"weight_quantization": {}}}, "zero_optimization.weight_quantization"),
