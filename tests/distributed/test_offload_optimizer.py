@@ -14,7 +14,7 @@ from fullspeed.comm import barrier
 from fullspeed.engine.initialize import initialize
 from fullspeed.offload.file_tensor import FileTensor
 from fullspeed.sharding import state_files
-from tests.models import stack
+from tests.models import deep_mlp, stack
 from tests.parity.beside import adamw, sgd, square, vectors, zero_config
 from tests.ranks import ranks, run_ranks
 
@@ -190,6 +190,22 @@ def test_an_overflow_changes_nothing_in_the_file(rank: int, world_size: int, tmp
     engine.step()
     assert engine.optimizer.overflow
     assert_equal(whole(engine), before)
+
+
+@ranks(4)
+def test_a_rank_that_owns_nothing_of_a_group(rank: int, world_size: int, tmp_path: pathlib.Path) -> None:
+    """Every group is a batch by itself, so some ranks have batches of nothing."""
+    state_files._MIN_NUMEL = 0
+    engines = []
+    for folder in (None, tmp_path):
+        made = config(folder, 2, precision="bf16")
+        made["zero_optimization"]["sub_group_size"] = 1
+        engines.append(initialize(model=deep_mlp(rank), optimizer=adamw, config=made)[0])
+    plain, engine = engines
+    owners = {owned.group for owned in engine.optimizer.owned.values()}
+    assert rank < 2 or len(owners) < len(engine.runtime.groups)
+    assert updates(engine, rank, world_size, range(2)) == updates(plain, rank, world_size, range(2))
+    assert_equal(whole(engine), whole(plain))
 
 
 # -------------------------------------------------------------- what stays in memory
