@@ -95,7 +95,9 @@ def initialize(
     basic = build_optimizer(model, settings, optimizer, model_parameters)
     wrapped, runtime, precision = _shard(model, settings, basic, dp_group, device)
     if device.type == "cpu":
-        keep_freed_memory()
+        # Whoever has tensors wait in files is short of memory, and waits for a disk longer than for pages.
+        waits = runtime.files is not None or runtime.state_files is not None
+        (return_freed_memory if waits else keep_freed_memory)()
     scheduler = build_scheduler(settings, lr_scheduler, wrapped)
     engine = Engine(
         module=model,
