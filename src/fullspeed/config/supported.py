@@ -88,8 +88,6 @@ MISSING: tuple[Missing, ...] = (
     Missing("zero_optimization.enable_sanity_checks", _is_on),
     Missing("zero_optimization.offload_param.device", _is_disk, 'set device: "none"'),
     Missing("zero_optimization.offload_optimizer.device", _is_disk, 'set device: "none"'),
-    Missing("zero_optimization.offload_optimizer.super_offload", _is_on),
-    Missing("zero_optimization.zenflow", _is_given, REMOVE),
     Missing("zero_optimization.weight_quantization", _is_given, REMOVE),
 )
 

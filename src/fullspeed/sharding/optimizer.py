@@ -56,6 +56,7 @@ class ShardedOptimizer(WrappedOptimizer):
         owned: this rank's pieces, by the parameter they belong to.
         overflow: whether the last step was skipped because a gradient was not finite.
         last_change: what the last step did to the loss scale.
+        stepper: carries updates out.
         before_new_group: may refuse a new param group; set by the engine.
     """
 
@@ -79,7 +80,7 @@ class ShardedOptimizer(WrappedOptimizer):
         self._whole_params: list[list[nn.Parameter]] = []
         self.before_new_group: Callable[[], None] = lambda: None
         self._replace_params()
-        self._stepper: Stepper = MemoryStepper(inner, runtime, self.owned, policy.sub_group_numel)
+        self.stepper: Stepper = MemoryStepper(inner, runtime, self.owned, policy.sub_group_numel)
         self.bind_shards()
 
     def _replace_params(self) -> None:
@@ -132,7 +133,7 @@ class ShardedOptimizer(WrappedOptimizer):
         else:
             factor = self._clip_factor() / scale
             self._clipped_grad_norm = None if norm is None else self._global_grad_norm_times(factor * scale)
-            self._stepper.step(touched, factor)
+            self.stepper.step(touched, factor)
             self.last_change = self.loss_scaler.update(False)
             self.runtime.watch_nonfinite = False
         self.runtime.clear_grads()
