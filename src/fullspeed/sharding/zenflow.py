@@ -282,10 +282,14 @@ class ZenFlowStepper(Stepper):
             return
         self._worker.wait([] if flight is None else [flight.done])
         results = {} if flight is None else flight.done.result()
-        for owned in self._with_state(PENDING):
-            holds = flight is not None and self._holds(owned, flight)
-            self.num_taken, self.num_redone = self.num_taken + holds, self.num_redone + (not holds)
-            self._take_over(owned, results[owned.tensor] if holds else self._step_now(owned, options))
+        pieces = self._with_state(PENDING)
+        # All before the first is written: pieces of a group are views of one tensor, whose writes are counted together.
+        holding = {owned.tensor for owned in pieces if flight is not None and self._holds(owned, flight)}
+        for owned in pieces:
+            shadow = results[owned.tensor] if owned.tensor in holding else self._step_now(owned, options)
+            self._take_over(owned, shadow)
+        self.num_taken += len(holding)
+        self.num_redone += len(pieces) - len(holding)
 
     def _holds(self, owned: OwnedPiece, flight: _Flight) -> bool:
         """Whether the piece and its state are still what the step in the background read."""

@@ -23,7 +23,6 @@ DISK = {"device": "nvme", "nvme_path": "/tmp"}
             {"zero_optimization": {"stage": 3, "offload_optimizer": DISK}},
             "zero_optimization.offload_optimizer.device",
         ),
-        ({"zero_optimization": {"zenflow": {}}}, "zero_optimization.zenflow"),
         ({"zero_optimization": {"enable_sanity_checks": True}}, "zero_optimization.enable_sanity_checks"),
         ({"zero_optimization": {"weight_quantization": {}}}, "zero_optimization.weight_quantization"),
         ({"pipeline": {"stages": 2}}, "pipeline"),
