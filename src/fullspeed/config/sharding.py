@@ -64,7 +64,7 @@ class ZenFlow(Section):
         "auto", description="Steps between updates of other columns; auto: when what waits matters as much."
     )
     overlap_step: bool = Field(False, description="Update the other columns beside the next forward and backward.")
-    offload: bool = Field(False, description="Keep the chosen columns' optimizer states in CPU memory too.")
+    offload: bool = Field(False, description="Keep chosen columns' states in CPU memory too; on the CPU they are.")
     auto_ratio: Fraction = Field(
         0.99,
         description="`update_interval` auto: mean square of waiting sums over that of chosen gradients at an update.",

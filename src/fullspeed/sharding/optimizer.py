@@ -237,6 +237,15 @@ class ShardedOptimizer(WrappedOptimizer):
         """What TRL takes for the hooks of stage 3."""
         return ParameterOffload(self.runtime.groups)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state as it is on this rank, with the loss scale and the stepper's counts."""
+        return {**super().state_dict(), "stepper": self.stepper.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave, on the same rank of the same number of ranks."""
+        super().load_state_dict(state_dict)
+        self.stepper.load_state_dict(state_dict.get("stepper", {}))
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients accumulated and reduced so far."""
         del set_to_none
