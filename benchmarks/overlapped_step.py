@@ -124,9 +124,8 @@ def print_losses(runs: dict[str, Run]) -> None:
 
 def print_times(runs: dict[str, Run]) -> None:
     """A row for each way."""
-    print(
-        "\n| way | forward and backward, ms | step, ms | step's share | taken over / done again |\n|---|---|---|---|---|"
-    )
+    heads = ("way", "forward and backward, ms", "step, ms", "step's share", "taken over / done again")
+    print(f"\n| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for way, run in runs.items():
         compute_s, step_s = (statistics.median(times[BLOCK:] or times) for times in (run.compute_s, run.step_s))
         share = f"{step_s / (compute_s + step_s):.1%}"

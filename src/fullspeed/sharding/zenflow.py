@@ -159,7 +159,7 @@ class ZenFlowStepper(Stepper):
                 owned.tensor.grad = grad
                 whole.append(owned)
             else:
-                splits.append(_Split(owned, elements, grad[elements]))
+                splits.append(_Split(owned, elements, grad.index_select(0, elements)))
                 self._defer(owned, grad, elements)
         self._step_inner(whole)
         return splits
@@ -171,7 +171,7 @@ class ZenFlowStepper(Stepper):
             state[DEFERRED] += grad
         else:
             state[DEFERRED] = grad.clone()
-        state[DEFERRED][chosen] = 0
+        state[DEFERRED].index_fill_(0, chosen, 0.0)
 
     def _choose(self, owned: OwnedPiece, grad: torch.Tensor) -> torch.Tensor | None:
         row = row_numel(owned.group.layout.slots[owned.piece.slot].shape)
@@ -209,7 +209,7 @@ class ZenFlowStepper(Stepper):
         """Step all columns: the chosen ones with their gradients, the others with the mean of what was deferred."""
         for owned, chosen, grad in splits:
             owned.tensor.grad = self._take_deferred(owned)
-            owned.tensor.grad[chosen] = grad
+            owned.tensor.grad.index_copy_(0, chosen, grad)
         self._step_inner([owned for owned, _, _ in splits])
         # What has only older gradients: its chosen columns stay.
         options = options_of(self._inner)
@@ -226,17 +226,17 @@ class ZenFlowStepper(Stepper):
         """Step the chosen columns, taken out of their pieces and put back."""
         param_groups, work = param_group_of(self._inner), []
         for owned, chosen, grad in splits:
-            part = nn.Parameter(owned.tensor.detach()[chosen])
+            part = nn.Parameter(owned.tensor.index_select(0, chosen))
             part.grad = grad
             state = {name: _part(owned, value, chosen) for name, value in self._state_of(owned).items()}
             work.append(Apart(param_groups[owned.tensor], part, state))
         step_apart(self._inner, options_of(self._inner), work)
         for (owned, chosen, _), each in zip(splits, work, strict=True):
-            owned.tensor[chosen] = each.tensor.detach()
+            owned.tensor.index_copy_(0, chosen, each.tensor)
             state = self._inner.state[owned.tensor]
             for name, value in each.state.items():
                 if name in state and _is_per_element(state[name], owned):
-                    state[name][chosen] = value
+                    state[name].index_copy_(0, chosen, value)
                 else:
                     state[name] = value
 
@@ -300,11 +300,11 @@ class ZenFlowStepper(Stepper):
         """Give a piece its shadow's values and state, all but those of chosen columns."""
         chosen, state = self._chosen_elements(owned), self._inner.state[owned.tensor]
         assert chosen is not None
-        shadow.tensor[chosen] = owned.tensor[chosen]
+        shadow.tensor.index_copy_(0, chosen, owned.tensor.index_select(0, chosen))
         owned.tensor.copy_(shadow.tensor)
         for name, value in shadow.state.items():
             if _is_per_element(value, owned):
-                value[chosen] = state[name][chosen]
+                value.index_copy_(0, chosen, state[name].index_select(0, chosen))
                 state[name] = value
         del state[PENDING]
 
@@ -343,7 +343,7 @@ def _step_copies(inner: Optimizer, rows: Sequence[_Row], options: Options) -> di
 def _part(owned: OwnedPiece, value: Any, elements: torch.Tensor) -> Any:
     """Some elements of an entry of the piece's state; of an entry that is none per element, a copy."""
     if _is_per_element(value, owned):
-        return value[elements]
+        return value.index_select(0, elements)
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
