@@ -315,7 +315,11 @@ class ZenFlowStepper(Stepper):
         return {**self._rhythm.state_dict(), "pending_options": self._pending_options}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Stepper`. Columns that the optimizer's state says were chosen stay chosen."""
+        """See `Stepper`. Where the counts are not known, what was chosen and waits is forgotten."""
+        if not state:
+            for entries in self._inner.state.values():
+                for name in _OURS:
+                    entries.pop(name, None)
         self._rhythm.load_state_dict(state)
         self._pending_options, self._flight = state.get("pending_options"), None
 
