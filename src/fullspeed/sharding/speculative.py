@@ -41,6 +41,7 @@ class _Row(NamedTuple):
     """One piece of a group that is stepped in its shadow."""
 
     owned: OwnedPiece
+    param_group: int
     shadow: Shadow
     state: Mapping[str, Any]  # the piece's own, as it was when the group's gradients came
 
@@ -50,7 +51,6 @@ class _Guess(NamedTuple):
 
     rows: list[_Row]  # of pieces that got a gradient
     touched: list[bool]  # by slot
-    options: Options
     factor: float  # what gradients are multiplied with
     readings: Readings
     done: Future[None]
@@ -82,6 +82,8 @@ class SpeculativeStepper(Stepper):
         self._sub_group_numel, self._loss_scale, self._worker = sub_group_numel, loss_scale, worker
         self._shadows: dict[nn.Parameter, Shadow] = {}  # by what they are shadows of
         self._guesses: dict[int, _Guess] = {}  # by index of the group
+        self._options: Options = []  # what all of them are stepped with
+        self._param_groups: dict[nn.Parameter, int] = {}
         self.num_taken = self.num_redone = 0
         runtime.watch_reductions(self._speculate)
 
@@ -89,6 +91,8 @@ class SpeculativeStepper(Stepper):
 
     def _speculate(self, group: FlatGroup) -> None:
         """The group's gradients are reduced: step it in shadows, beside what remains of backward."""
+        if not self._guesses:
+            self._options = options_of(self._inner)
         earlier = self._guesses.pop(group.index, None)
         if earlier is not None:  # a second backward before the step
             earlier.done.cancel()
@@ -96,14 +100,13 @@ class SpeculativeStepper(Stepper):
         if reduced is None or master is None or not any(touched):
             return
         rows = [self._row(owned) for owned in self._pieces_of(group) if touched[owned.piece.slot]]
-        options, factor = options_of(self._inner), 1.0 / self._loss_scale()
+        options, factor = self._options, 1.0 / self._loss_scale()
         readings = Readings(self._read_of(group, reduced))
-        param_groups = param_group_of(self._inner)
 
         def step() -> None:
-            _step_shadows(self._inner, rows, reduced.to(master.dtype, copy=True), factor, options, param_groups)
+            _step_shadows(self._inner, rows, reduced.to(master.dtype, copy=True), factor, options)
 
-        self._guesses[group.index] = _Guess(rows, touched, options, factor, readings, self._worker.submit(step))
+        self._guesses[group.index] = _Guess(rows, touched, factor, readings, self._worker.submit(step))
 
     def _pieces_of(self, group: FlatGroup) -> list[OwnedPiece]:
         found = (self._owned.get(param) for param in group.params)
@@ -113,7 +116,9 @@ class SpeculativeStepper(Stepper):
         shadow = self._shadows.get(owned.tensor)
         if shadow is None:
             shadow = self._shadows[owned.tensor] = Shadow(owned.tensor)
-        return _Row(owned, shadow, dict(self._inner.state.get(owned.tensor, {})))
+        if owned.tensor not in self._param_groups:
+            self._param_groups = param_group_of(self._inner)
+        return _Row(owned, self._param_groups[owned.tensor], shadow, dict(self._inner.state.get(owned.tensor, {})))
 
     def _read_of(self, group: FlatGroup, reduced: torch.Tensor) -> list[torch.Tensor]:
         """Every tensor a step of the group reads."""
@@ -131,13 +136,13 @@ class SpeculativeStepper(Stepper):
             UpdateError: on every rank, if a step in the background failed on any.
         """
         guesses, self._guesses = self._guesses, {}
-        options = options_of(self._inner)
+        has_options = are_equal(self._options, options_of(self._inner))
         holding: dict[int, _Guess] = {}
         for group in self._runtime.trainable:
             guess = guesses.get(group.index)
             if guess is None:
                 continue
-            if self._holds(group, guess, touched, factor) and are_equal(options, guess.options):
+            if has_options and self._holds(group, guess, touched, factor):
                 holding[group.index] = guess
             else:
                 guess.done.cancel()
@@ -163,7 +168,7 @@ class SpeculativeStepper(Stepper):
 
     @torch.no_grad()
     def _take_over(self, guess: _Guess) -> None:
-        for owned, shadow, _ in guess.rows:
+        for owned, _, shadow, _ in guess.rows:
             owned.tensor.copy_(shadow.tensor)
             state = self._inner.state[owned.tensor]
             before = dict(state)
@@ -182,16 +187,13 @@ def _step_shadows(
     grad: torch.Tensor,
     factor: float,
     options: Options,
-    param_groups: Mapping[nn.Parameter, int],
 ) -> None:
     """Fill the shadows and step them with the group's gradient `grad`, which is changed."""
     if factor != 1.0:
         grad.mul_(factor)
-    for owned, shadow, state in rows:
+    for owned, _, shadow, state in rows:
         shadow.fill(owned.tensor, state)
         shadow.tensor.grad = owned.part_of(grad)
-    step_apart(
-        inner, options, [Apart(param_groups[owned.tensor], shadow.tensor, shadow.state) for owned, shadow, _ in rows]
-    )
-    for _, shadow, _ in rows:
-        shadow.tensor.grad = None
+    step_apart(inner, options, [Apart(row.param_group, row.shadow.tensor, row.shadow.state) for row in rows])
+    for row in rows:
+        row.shadow.tensor.grad = None
