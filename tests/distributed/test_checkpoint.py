@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from fullspeed import zero
 from fullspeed.accelerator import get_accelerator
 from fullspeed.base.errors import CheckpointError, CommError
 from fullspeed.checkpoint import durable, writing
@@ -767,3 +768,37 @@ def test_weights_fit_everywhere(tmp_path):
     for world_size, stage in ((1, 3), (2, 1), (4, 0), (4, 3)):
         for loaded in run_ranks(load_at, world_size, str(tmp_path), stage):
             assert same(saved, loaded)
+
+
+def save_wide(rank: int, num_ranks: int, folder: str) -> None:
+    engine = make(3, model=wide, optimizer=torch.optim.Adam)
+    engine.backward(engine(torch.ones(1, 1024)).sum())
+    engine.step()
+    engine.save_checkpoint(folder)
+
+
+def load_wide(rank: int, num_ranks: int, folder: str) -> tuple[int, int]:
+    """By how many bytes building and loading raised the peak, and how many the engine keeps."""
+    cpu = get_accelerator()
+    make(3, seed=1).destroy()  # what is imported and allocated once
+    cpu.reset_peak_memory_stats()
+    before = cpu.memory_allocated()
+    with zero.Init():
+        model = wide(1)
+    engine = make(3, model=lambda seed: model, optimizer=torch.optim.Adam)
+    engine.load_checkpoint(folder)
+    assert engine.global_steps == 1
+    return cpu.max_memory_allocated() - before, sum(engine.memory_bytes().values())
+
+
+def wide(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(12)))
+
+
+def test_loading_into_a_model_built_under_zero_init_takes_about_a_ranks_share(tmp_path):
+    run_ranks(save_wide, 2, str(tmp_path))
+    whole = 12 * 12 * 1024**2  # values and two moments
+    for raised, kept in run_ranks(load_wide, 4, str(tmp_path)):
+        assert kept > whole / 4
+        assert raised < whole / 2, (raised, kept)

@@ -155,6 +155,30 @@ def test_damaged_files(rank: int, world_size: int, tmp_path: pathlib.Path) -> No
         ModelFiles(tmp_path)
 
 
+@ranks(2)
+def test_a_checkpoint_is_a_source_too(rank: int, world_size: int, tmp_path: pathlib.Path) -> None:
+    """Of a model on the meta device: its weights first, then `initialize`, then the rest of the checkpoint."""
+    config = zero_config(3) | {"bf16": {"enabled": True}}
+    engine = initialize(model=mlp(0), optimizer=sgd, config=config)[0]
+    engine.backward(engine(torch.ones(4, 5).bfloat16()).float().sum())
+    engine.step()
+    engine.save_checkpoint(tmp_path / "c", "t", client_state={"epoch": 1})
+    masters = [zero.safe_get_full_fp32_param(param) for param in engine.module.parameters()]
+    for source in (tmp_path / "c", tmp_path / "c" / "t"):
+        with torch.device("meta"):
+            model = mlp(7)
+        assert zero.load_weights(model, source) == ([], [])
+        with zero.GatheredParameters(model.parameters()):
+            assert all(torch.equal(param, wanted) for param, wanted in zip(model.parameters(), masters, strict=True))
+    other = initialize(model=model, optimizer=sgd, config=config)[0]
+    assert other.load_checkpoint(tmp_path / "c")[1] == {"epoch": 1}
+    assert other.global_steps == 1
+    found = [zero.safe_get_full_fp32_param(param) for param in other.module.parameters()]
+    assert all(torch.equal(one, wanted) for one, wanted in zip(found, masters, strict=True))
+    with pytest.raises(CheckpointError, match=r"4\.weight has shape|missing there"):
+        zero.load_weights(nn.Linear(5, 5), tmp_path / "c")
+
+
 @ranks(1)
 def test_meta_parameters_and_buffers_are_refused_at_initialize(rank: int, world_size: int) -> None:
     with torch.device("meta"):

@@ -116,6 +116,10 @@ def test_j7_what_cannot_be_offloaded_is_said(rank: int, world_size: int, tmp_pat
     with pytest.raises(UsageError, match=r"'cuda:1' is not possible"):
         engine.offload_states(device=torch.device("cuda:1"))
     update(engine, rank, 1, 0)
+    made = zero_config(2, offload_optimizer={"device": "cpu", "nvme_path": str(tmp_path), "super_offload": True})
+    engine = initialize(model=stack(), optimizer=adamw, config=made)[0]
+    with pytest.raises(UsageError, match="does not go with zenflow and super_offload"):
+        engine.offload_states(device="nvme")
     engine = make(None, rank, 2, optimizer=None)
     with pytest.raises(UsageError, match="offload_states needs an optimizer"):
         engine.offload_states()

@@ -30,7 +30,8 @@ def return_freed_memory() -> bool:
 
     While a model is built shard by shard, large parameters come and go between small shards that stay. In one heap a
     freed block is seldom exactly large enough for the next, aligned one (measured: at the end, all memory of the whole
-    model). Undone by `keep_freed_memory`; process-wide and returns False as that.
+    model). The same holds while buffers come and go beside a disk. Undone by `keep_freed_memory`; process-wide and
+    returns False as that.
     """
     return _tune(_RETURN_BYTES)
 

@@ -54,5 +54,9 @@ class LossScaleError(FullSpeedError, RuntimeError):
     """The dynamic loss scale is at its minimum and gradients still overflow."""
 
 
+class UpdateError(FullSpeedError, RuntimeError):
+    """An optimizer step that ran in the background of a training failed."""
+
+
 class StorageError(FullSpeedError, RuntimeError):
     """A file that tensors are offloaded to cannot be read or written."""

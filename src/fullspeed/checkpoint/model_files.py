@@ -48,6 +48,11 @@ class ModelFiles:
         return self._file_of[name].elements(name, start, stop)
 
 
+def has_model_files(folder: pathlib.Path) -> bool:
+    """Whether `ModelFiles` finds anything in a folder."""
+    return any((folder / name).exists() for name in _NAMES)
+
+
 def _weight_files(source: str | pathlib.Path | Iterable[str | pathlib.Path]) -> list[pathlib.Path]:
     if not isinstance(source, str | pathlib.Path):
         return [file for each in source for file in _weight_files(each)]

@@ -9,7 +9,7 @@ from fullspeed.base.errors import CheckpointError
 from fullspeed.checkpoint.deepspeed import files
 from fullspeed.checkpoint.deepspeed.read import read_deepspeed
 from fullspeed.checkpoint.deepspeed.universal import read_universal
-from fullspeed.checkpoint.folder import MANIFEST, check_tag, latest_tag
+from fullspeed.checkpoint.folder import LATEST, MANIFEST, check_tag, latest_tag
 from fullspeed.checkpoint.reader import CheckpointReader
 from fullspeed.checkpoint.saved import GroupNames, SavedState
 
@@ -45,12 +45,13 @@ def open_checkpoint(
     return CheckpointReader(folder, tag, rank)
 
 
-def find_checkpoint(folder: str | pathlib.Path, tag: str | None = None) -> SavedState:
+def find_checkpoint(folder: str | pathlib.Path, tag: str | None = None, rank: int = 0) -> SavedState:
     """Open a checkpoint outside of training.
 
     Args:
         folder: the directory that was given to `save_checkpoint`; or, without a tag, one checkpoint's own folder.
         tag: which one; by default the one named in `latest`.
+        rank: for which rank.
 
     Raises:
         CheckpointError: there is none, or it cannot be read.
@@ -58,7 +59,13 @@ def find_checkpoint(folder: str | pathlib.Path, tag: str | None = None) -> Saved
     path = pathlib.Path(folder)
     name = tag or default_tag(path, universal=True)
     if name is not None:
-        return open_checkpoint(path, check_tag(name))
+        return open_checkpoint(path, check_tag(name), rank)
     if (path / MANIFEST).exists() or files.is_deepspeed(path):
-        return open_checkpoint(path.absolute().parent, path.absolute().name)
+        return open_checkpoint(path.absolute().parent, path.absolute().name, rank)
     raise CheckpointError(f"{path} has no file `latest` and is no checkpoint itself; name a tag")
+
+
+def is_checkpoint(folder: str | pathlib.Path) -> bool:
+    """Whether it is a directory of checkpoints, with a `latest` one, or one checkpoint's own folder."""
+    path = pathlib.Path(folder)
+    return any((path / name).exists() for name in (LATEST, MANIFEST)) or files.is_deepspeed(path)

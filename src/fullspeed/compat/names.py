@@ -38,6 +38,8 @@ REMEDIES: Mapping[str, str] = {
     "transformer kernels": "use torch.nn.functional.scaled_dot_product_attention and torch.compile",
     "file I/O": "use AsyncIOBuilder, which reads into host memory",
     "elastic agent": "start the job with --elastic_training",
+    "moving states": "choose where optimizer states live with offload_optimizer in the configuration",
+    "tensor overrides": "pass dtype to zero.Init",
     "tuning arguments": "write the schedule into the configuration's scheduler section",
 }
 """What to do meanwhile, by feature."""
@@ -72,7 +74,7 @@ _OURS: tuple[tuple[str, str, str], ...] = (
         "",
         f"{_ADAPTERS}.constants",
         "__version__ __version_major__ __version_minor__ __version_patch__ __git_hash__ __git_branch__ HAS_TRITON "
-        "ADAM_OPTIMIZER LAMB_OPTIMIZER MUON_OPTIMIZER is_compile_supported",
+        "ADAM_OPTIMIZER LAMB_OPTIMIZER MUON_OPTIMIZER is_compile_supported set_optimizer_flags",
     ),
     (
         "accelerator",
@@ -102,6 +104,11 @@ _OURS: tuple[tuple[str, str, str], ...] = (
         "elasticity",
         "fullspeed.planning.elasticity",
         "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config",
+    ),
+    (
+        "elasticity",
+        "fullspeed.config.elastic",
+        "ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize",
     ),
     ("checkpoint.ds_to_universal", f"{_ADAPTERS}.conversion", "main"),
     (
@@ -150,7 +157,10 @@ _OURS: tuple[tuple[str, str, str], ...] = (
         f"{_ADAPTERS}.constants",
         "ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER",
     ),
-    ("runtime.dataloader", "fullspeed.data.loader", "RepeatingLoader"),
+    ("runtime.bf16_optimizer", "fullspeed.sharding.optimizer", "BF16_Optimizer=ShardedOptimizer"),
+    ("runtime.fp16.fused_optimizer", "fullspeed.sharding.optimizer", "FP16_Optimizer=ShardedOptimizer"),
+    ("runtime.compiler", f"{_ADAPTERS}.constants", "is_compile_supported"),
+    ("runtime.dataloader", "fullspeed.data.loader", "DeepSpeedDataLoader=PositionedLoader RepeatingLoader"),
     ("runtime.engine", "fullspeed.engine.engine", "DeepSpeedEngine=Engine"),
     ("runtime.engine", f"{_ADAPTERS}.constants", "ADAM_OPTIMIZER LAMB_OPTIMIZER MUON_OPTIMIZER"),
     (
@@ -162,9 +172,10 @@ _OURS: tuple[tuple[str, str, str], ...] = (
         "runtime.utils",
         f"{_ADAPTERS}.tensors",
         "clip_grad_norm_ ensure_directory_exists get_global_norm get_only_unique_item move_to_device "
-        "noop_context noop_decorator set_random_seed",
+        "noop_context noop_decorator set_random_seed CheckOverflow DummyOptim call_to_str",
     ),
-    ("runtime.utils", f"{_ADAPTERS}.constants", "required_torch_version"),
+    ("runtime.utils", f"{_ADAPTERS}.constants", "memory_status required_torch_version"),
+    ("runtime.utils", f"{_ADAPTERS}.bwc", "bwc_tensor_model_parallel_rank"),
     ("runtime.utils", "fullspeed.monitor.memory", "see_memory_usage"),
     (
         "runtime.zero",
@@ -173,6 +184,8 @@ _OURS: tuple[tuple[str, str, str], ...] = (
         "register_external_parameter unregister_external_parameter unwrap_model_for_generation",
     ),
     ("runtime.zero.mics", "fullspeed.zero", "MiCS_Init"),
+    ("runtime.zero.config", f"{_ADAPTERS}.constants", "ZeroStageEnum"),
+    ("runtime.zero.parameter_offload", "fullspeed.sharding.parameter_offload", "DeepSpeedZeRoOffload=ParameterOffload"),
     ("runtime.zero.muon", "fullspeed.optim.muon", "MuonWithAuxAdam"),
     ("runtime.zero.offload_config", "fullspeed.sharding.offloaded_states", "OffloadStateTypeEnum=OffloadState"),
     (
@@ -221,6 +234,11 @@ _OURS: tuple[tuple[str, str, str], ...] = (
         "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter",
     ),
     (
+        "utils.bwc",
+        f"{_ADAPTERS}.bwc",
+        "bwc_tensor_model_parallel_group bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size",
+    ),
+    (
         "utils.groups",
         f"{_ADAPTERS}.groups",
         "_clone_world_group _get_data_parallel_group _get_data_parallel_rank _get_data_parallel_world_size "
@@ -254,17 +272,21 @@ _WAITING: tuple[tuple[str, str, str], ...] = (
     ("", "transformer kernels", "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"),
     ("", "tuning arguments", "add_tuning_arguments"),
     ("checkpoint", "checkpoint conversion", "DeepSpeedCheckpoint ZeROCheckpoint"),
+    ("checkpoint.universal_checkpoint", "checkpoint conversion", "SubparamShape"),
+    ("compile.passes.sp_compile", "sequence parallelism", "prepare_autosp_inputs"),
     ("compression.compress", "compression", "init_compression redundancy_clean"),
     ("elasticity", "elastic agent", "DSElasticAgent"),
     ("inference.engine", "inference", "InferenceEngine"),
     ("linear.quantization", "quantized parameters", "QuantizedParameter"),
     ("module_inject", "inference", "replace_transformer_layer revert_transformer_layer"),
     ("module_inject", "tensor parallelism", "set_autotp_mode"),
+    ("moe.experts", "mixture of experts", "Experts"),
     ("moe.layer", "mixture of experts", "MoE"),
+    ("moe.mappings", "mixture of experts", "drop_tokens gather_tokens"),
     ("moe.utils", "mixture of experts", "configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group "
      "split_params_into_different_moe_groups_for_optimizer"),
     ("ops.adam", "ZenFlow", "ZenFlowCPUAdam ZenFlowSelectiveAdamW"),
-    ("ops.op_builder", "file I/O", "GDSBuilder"),
+    ("ops.op_builder", "file I/O", "GDSBuilder PinMemoryBuilder"),
     ("ops.deepspeed4science", "transformer kernels", "DS4Sci_EvoformerAttention"),
     ("ops.sparse_attention", "transformer kernels", "BSLongformerSparsityConfig BertSparseSelfAttention "
      "BigBirdSparsityConfig DenseSparsityConfig FixedSparsityConfig SparseAttentionUtils SparseSelfAttention "
@@ -274,6 +296,10 @@ _WAITING: tuple[tuple[str, str, str], ...] = (
     ("runtime.data_pipeline.curriculum_scheduler", "data efficiency", "CurriculumScheduler"),
     ("runtime.data_pipeline.data_routing.helper", "data efficiency", "convert_to_random_ltd "
      "remove_random_ltd_state_dict save_without_random_ltd"),
+    ("runtime.data_pipeline.data_routing.basic_layer", "data efficiency", "RandomLayerTokenDrop"),
+    ("runtime.data_pipeline.data_routing.scheduler", "data efficiency", "RandomLTDScheduler"),
+    ("runtime.data_pipeline.data_sampling.variable_batch_size_and_lr", "data efficiency",
+     "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed"),
     ("runtime.data_pipeline.data_sampling.data_analyzer", "data efficiency", "DataAnalyzer DistributedDataAnalyzer"),
     ("runtime.data_pipeline.data_sampling.data_sampler", "data efficiency", "DeepSpeedDataSampler"),
     ("runtime.data_pipeline.data_sampling.indexed_dataset", "data efficiency", "MMapIndexedDataset "
@@ -284,12 +310,15 @@ _WAITING: tuple[tuple[str, str, str], ...] = (
     ("runtime.pipe", "pipeline parallelism", "LayerSpec PipelineModule ProcessTopology TiedLayerSpec"),
     ("runtime.pipe.engine", "pipeline parallelism", "PipelineEngine PipelineError"),
     ("runtime.pipe.module", "pipeline parallelism", "LayerSpec PipelineModule TiedLayerSpec"),
-    ("runtime.pipe.schedule", "pipeline parallelism", "DataParallelSchedule InferenceSchedule PipeSchedule "
-     "TrainSchedule"),
+    ("runtime.pipe.schedule", "pipeline parallelism", "BackwardPass DataParallelSchedule ForwardPass "
+     "InferenceSchedule LoadMicroBatch OptimizerStep PipeSchedule RecvActivation RecvGrad ReduceGrads ReduceTiedGrads "
+     "SendActivation SendGrad TrainSchedule"),
     ("runtime.pipe.topology", "pipeline parallelism", "PipeDataParallelTopology PipeModelDataParallelTopology "
      "PipelineParallelGrid ProcessTopology"),
-    ("runtime.sequence_parallel.ulysses_sp", "sequence parallelism", "TiledFusedLogitsLoss TiledMLP "
+    ("runtime.sequence_parallel.ulysses_sp", "sequence parallelism", "TiledFusedLogitsLoss TiledLoss TiledMLP "
      "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter sequence_tiled_compute"),
+    ("runtime.sequence_parallel.parallel_state_sp", "sequence parallelism", "get_sequence_parallel_group"),
+    ("runtime.zero.partition_parameters", "tensor overrides", "DeepSpeedTensorOverride"),
     ("runtime.utils", "pipeline parallelism", "PartitionedTensor partition_balanced partition_uniform"),
     ("sequence.layer", "sequence parallelism", "DistributedAttention"),
     ("sequence.fpdt_layer", "sequence parallelism", "FPDT_Attention"),

@@ -1,4 +1,4 @@
-"""Small functions on tensors and parameters that programs import from DeepSpeed."""
+"""Small functions and classes about tensors and parameters that programs import from DeepSpeed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from fullspeed.accelerator import get_accelerator
 from fullspeed.base.errors import UsageError
-from fullspeed.comm import ReduceOp, all_reduce
+from fullspeed.comm import ReduceOp, all_reduce, get_world_group, is_initialized
 from fullspeed.sharding.access import safe_get_full_grad, safe_set_full_grad
 
 T = TypeVar("T")
@@ -114,3 +115,61 @@ def get_only_unique_item(items: Iterable[T]) -> T:
 def noop_decorator(func: T) -> T:
     """`func` itself."""
     return func
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """How a call of `base` with these arguments is written.
+
+    >>> call_to_str("step", 1, lr=0.1)
+    'step(1, lr=0.1)'
+    """
+    words = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
+    return f"{base}({', '.join(words)})"
+
+
+class DummyOptim:
+    """Holds parameters as one param group; steps nothing."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self.param_groups = [{"params": list(params)}]
+
+
+class CheckOverflow:
+    """Asks all ranks whether any of them has an inf or nan.
+
+    Args:
+        param_groups: lists of parameters whose gradients `has_overflow` looks at when it is given none.
+        mpu: its `get_model_parallel_group()` names the ranks asked; all, without one.
+    """
+
+    def __init__(
+        self,
+        param_groups: Iterable[Iterable[nn.Parameter]] | None = None,
+        mpu: Any = None,
+        zero_reduce_scatter: bool = False,
+        deepspeed: Any = None,
+    ) -> None:
+        del zero_reduce_scatter, deepspeed
+        self.params = [param for group in param_groups or () for param in group]
+        self._group = None if mpu is None else mpu.get_model_parallel_group()
+
+    def check_using_norm(self, norm_group: Iterable[float], reduce_overflow: bool = True) -> bool:
+        """Whether one of the norms is no number, or -1 as norms of overflowed gradients may be given."""
+        found = any(not math.isfinite(float(norm)) or float(norm) == -1 for norm in norm_group)
+        return self._on_any_rank(found) if reduce_overflow or self._group is not None else found
+
+    def check(self, param_groups: Iterable[Iterable[nn.Parameter]] | None = None) -> bool:
+        """Whether a gradient of these parameters, or of those given at first, is not finite on any rank. Collective."""
+        params = self.params if param_groups is None else [param for group in param_groups for param in group]
+        return self.has_overflow(params)
+
+    def has_overflow(self, params: Iterable[nn.Parameter]) -> bool:
+        """Whether `param.grad` of one of them is not finite on any rank. Collective."""
+        grads = (param.grad for param in params if param.grad is not None)
+        return self._on_any_rank(any(not bool(torch.isfinite(grad).all()) for grad in grads))
+
+    def _on_any_rank(self, found: bool) -> bool:
+        if not is_initialized():
+            return found
+        flag = torch.tensor(float(found), device=get_accelerator().current_device_name())
+        return bool(all_reduce(flag, ReduceOp.MAX, self._group or get_world_group()))

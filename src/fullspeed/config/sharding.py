@@ -46,23 +46,32 @@ class OffloadOptimizer(Section):
     ratio: Fraction = Field(
         1.0, description="Share of parameters updated on the CPU (stage 3); the rest stays on device."
     )
-    super_offload: bool = Field(False, description="Update in worker processes during backward (stage 3, CUDA).")
-    cpuadam_cores_perc: Fraction = Field(0.8, description="Share of CPU cores for the `super_offload` workers.")
+    super_offload: bool = Field(
+        False, description="Step in copies during backward, and again where clipping or overflow made that wrong."
+    )
+    cpuadam_cores_perc: Fraction = Field(0.8, description="Share of a rank's threads that `super_offload` steps with.")
 
 
 class ZenFlow(Section):
     """Update the most important columns every step and the rest later, on the CPU."""
 
-    topk_ratio: Fraction = Field(0.1, description="Share of columns updated on the accelerator in every step.")
+    topk_ratio: Fraction = Field(0.1, description="Share of columns updated in every step; 1 defers nothing.")
     select_strategy: Literal["auto", "step", "epoch"] = Field("auto", description="Unit of `select_interval`.")
-    select_interval: Literal["auto"] | Positive = Field("auto", description="Steps or epochs between column choices.")
-    update_interval: Literal["auto"] | Positive = Field("auto", description="Steps between updates of other columns.")
-    overlap_step: bool = Field(False, description="Run the CPU update in a process beside the accelerator's work.")
-    offload: bool = Field(False, description="Keep the chosen columns' optimizer states in CPU memory too.")
-    auto_ratio: Fraction = Field(0.99, description="Share of gradient importance to cover when intervals are `auto`.")
+    select_interval: Literal["auto"] | Positive = Field(
+        "auto", description="Steps or epochs between column choices; auto is an epoch."
+    )
+    update_interval: Literal["auto"] | Positive = Field(
+        "auto", description="Steps between updates of other columns; auto: when what waits matters as much."
+    )
+    overlap_step: bool = Field(False, description="Update the other columns beside the next forward and backward.")
+    offload: bool = Field(False, description="Keep chosen columns' states in CPU memory too; on the CPU they are.")
+    auto_ratio: Fraction = Field(
+        0.99,
+        description="`update_interval` auto: mean square of waiting sums over that of chosen gradients at an update.",
+    )
     full_warm_up_rounds: NonNegative = Field(0, description="First steps that update every column.")
-    pt_reserved_cores_perc: Fraction = Field(0.5, description="Share of CPU cores left to the training process.")
-    steps_per_epoch: Positive | None = Field(None, description="Steps per epoch; set by the engine when known.")
+    pt_reserved_cores_perc: Fraction = Field(0.5, description="Share of a rank's threads that the update leaves.")
+    steps_per_epoch: Positive | None = Field(None, description="Steps per epoch; known from training_data.")
 
 
 SPARSE_BLOCKS = (
@@ -236,7 +245,7 @@ class ZeroOptimization(Section):
     @field_validator("offload_optimizer", mode="after")
     @classmethod
     def _no_optimizer_device_is_absent(cls, value: OffloadOptimizer | None) -> OffloadOptimizer | None:
-        return None if value is None or value.device == "none" else value
+        return None if value is None or (value.device == "none" and not value.super_offload) else value
 
     @classmethod
     def rewrite(cls, raw: Mapping[str, Any], path: str, notes: Notes) -> Mapping[str, Any]:

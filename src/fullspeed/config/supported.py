@@ -82,8 +82,6 @@ MISSING: tuple[Missing, ...] = (
     Missing("compile.autoep_non_moe", _is_on),
     Missing("zero_optimization.elastic_checkpoint", _is_on),
     Missing("zero_optimization.enable_sanity_checks", _is_on),
-    Missing("zero_optimization.offload_optimizer.super_offload", _is_on),
-    Missing("zero_optimization.zenflow", _is_given, REMOVE),
     Missing("zero_optimization.weight_quantization", _is_given, REMOVE),
 )
 

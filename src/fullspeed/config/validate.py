@@ -33,6 +33,11 @@ def _param_device(config: Config) -> str:
     return offload.device if offload else "none"
 
 
+def _super_offload(config: Config) -> bool:
+    offload = config.zero_optimization.offload_optimizer
+    return offload is not None and offload.super_offload
+
+
 def _is_dynamic(config: Config) -> bool:
     return config.fp16.enabled and config.fp16.loss_scale == 0
 
@@ -123,9 +128,22 @@ RULES: tuple[Rule, ...] = (
     Rule((f"{ZERO}.offload_optimizer.ratio", STAGE),
          lambda c: (value_at(c, f"{ZERO}.offload_optimizer.ratio") or 1.0) < 1 and _stage(c) != 3,
          "below 1 is for stage 3", "set it to 1"),
-    Rule((f"{ZERO}.offload_optimizer.super_offload", STAGE),
-         lambda c: bool(value_at(c, f"{ZERO}.offload_optimizer.super_offload")) and _stage(c) != 3,
-         "is for stage 3", "set it to false"),
+    Rule((f"{ZERO}.offload_optimizer.super_offload", f"{ZERO}.offload_optimizer.device"),
+         lambda c: _super_offload(c) and _offload_device(c) != "cpu",
+         "steps masters and states in host memory", 'set offload_optimizer.device: "cpu"'),
+    Rule((f"{ZERO}.zenflow", STAGE), lambda c: c.zero_optimization.zenflow is not None and _stage(c) == 0,
+         "needs sharded optimizer states", "set zero_optimization.stage to 1, 2 or 3 or remove it"),
+    Rule((f"{ZERO}.offload_optimizer.super_offload", f"{ZERO}.offload_param.device"),
+         lambda c: _super_offload(c) and value_at(c, f"{ZERO}.offload_param.device") == "nvme",
+         "steps masters in host memory, and those of fp32 parameters are in the parameters' files",
+         'set offload_param.device: "cpu"'),
+    Rule((f"{ZERO}.zenflow", f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device"),
+         lambda c: c.zero_optimization.zenflow is not None
+         and "nvme" in (_offload_device(c), value_at(c, f"{ZERO}.offload_param.device")),
+         "steps masters and states in host memory, not in files", 'set both devices to "cpu"'),
+    Rule((f"{ZERO}.zenflow", f"{ZERO}.offload_optimizer.super_offload"),
+         lambda c: c.zero_optimization.zenflow is not None and _super_offload(c),
+         "does not go with super_offload: both decide when optimizers step", "choose one of them"),
     Rule((f"{ZERO}.mics_shard_size", STAGE),
          lambda c: c.zero_optimization.mics_shard_size > 0 and _stage(c) == 0,
          "stage 0 has nothing to shard", "set zero_optimization.stage to 1, 2 or 3 or remove it"),

@@ -352,9 +352,9 @@ class Engine(ConfigAccessors, LayoutCheckpointing, Batches, Changes, Offloading,
     def memory_bytes(self) -> dict[str, int]:
         """Bytes this rank holds now, by name; and the peak of `live` so far.
 
-        `secondary` is hpZ's second copy of shards, `staging` what background saves write from, `live` are whole values
-        that exist only around their use (gathered, or widened for compute). `disk` waits in files and comes and goes
-        through host memory of `buffers`.
+        `secondary` is hpZ's second copy of shards, `staging` what background saves write from, `shadow` the copies that
+        steps beside training work on, `live` are whole values that exist only around their use (gathered, or widened
+        for compute). `disk` waits in files and comes and goes through host memory of `buffers`.
         """
         totals = {"params": 0, "secondary": 0, "disk": 0, "grads": 0, "master": 0, "live": 0}
         for group in self.runtime.groups:
@@ -367,6 +367,7 @@ class Engine(ConfigAccessors, LayoutCheckpointing, Batches, Changes, Offloading,
             totals["disk"] += state_files.nbytes()
         totals["disk"] += 0 if self._away is None else self._away.nbytes()
         totals["optimizer"] = 0 if self.optimizer is None else self.optimizer.nbytes()
+        totals["shadow"] = 0 if self.optimizer is None else self.optimizer.stepper.nbytes()
         totals["peak_live"] = self.runtime.gatherer.peak_live_bytes
         return totals
 

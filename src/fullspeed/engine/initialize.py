@@ -25,6 +25,7 @@ from fullspeed.precision.policy import PrecisionPolicy
 from fullspeed.sharding import access
 from fullspeed.sharding.build import build_runtime
 from fullspeed.sharding.optimizer import ShardedOptimizer, StepPolicy
+from fullspeed.sharding.steppers import choose_stepper, updates_per_epoch
 
 
 def initialize(
@@ -94,8 +95,13 @@ def initialize(
     move_to(model, device)
     basic = build_optimizer(model, settings, optimizer, model_parameters)
     wrapped, runtime, precision = _shard(model, settings, basic, dp_group, device)
+    if wrapped is not None:
+        epoch_updates = updates_per_epoch(training_data, batch.train_batch_size)
+        wrapped.stepper = choose_stepper(settings.zero_optimization, wrapped, epoch_updates)
     if device.type == "cpu":
-        keep_freed_memory()
+        # Whoever has tensors wait in files is short of memory, and waits for a disk longer than for pages.
+        waits = runtime.files is not None or runtime.state_files is not None
+        (return_freed_memory if waits else keep_freed_memory)()
     scheduler = build_scheduler(settings, lr_scheduler, wrapped)
     engine = Engine(
         module=model,

@@ -110,6 +110,10 @@ class Offloading:
 
     def _disk_folder(self) -> pathlib.Path:
         zero = self._config.zero_optimization
+        if zero.zenflow is not None or (zero.offload_optimizer is not None and zero.offload_optimizer.super_offload):
+            raise UsageError(
+                "offload_states to nvme does not go with zenflow and super_offload, whose threads keep states in memory"
+            )
         for block in (zero.offload_optimizer, zero.offload_param):
             if block is not None and block.nvme_path is not None:
                 return pathlib.Path(block.nvme_path)

@@ -271,6 +271,7 @@ def write_optimizer(
                 group[name].copy_(value)  # a captured graph, or a scheduler, may hold this tensor
             else:
                 group[name] = value
+    optimizer.stepper.load_state_dict(common.get("stepper", {}))
     if set(optimizer.loss_scaler.state_dict()) <= set(common["loss_scale"]):
         optimizer.loss_scaler.load_state_dict(common["loss_scale"])
     else:

@@ -103,6 +103,7 @@ class Snapshot:
             state["param_groups"] = collect.optimizer_groups(engine.optimizer)
             # Whoever owned a part of a parameter has its entries, and they are equal.
             state["optimizer_values"] = {fqn: row for offer in offers for fqn, row in offer.optimizer_values.items()}
+            state["stepper"] = engine.optimizer.stepper.state_dict()
             state["loss_scale"] = dict(engine.optimizer.loss_scaler.state_dict())
         if hasattr(engine.lr_scheduler, "state_dict"):
             state["lr_scheduler"] = engine.lr_scheduler.state_dict()

@@ -16,7 +16,6 @@ from fullspeed.sharding.group import FlatGroup
 from fullspeed.sharding.runtime import ShardingRuntime
 
 
-@torch.no_grad()
 class StreamedState:
     """The tensors of a state dict, in the order of the file: wider elements first, then as groups are gathered.
 

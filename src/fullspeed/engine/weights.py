@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from fullspeed.accelerator import get_accelerator
 from fullspeed.base.errors import CheckpointError
-from fullspeed.checkpoint.model_files import ModelFiles
-from fullspeed.comm import Group, get_world_group, init_distributed
+from fullspeed.checkpoint.model_files import ModelFiles, has_model_files
+from fullspeed.checkpoint.open import find_checkpoint, is_checkpoint
+from fullspeed.checkpoint.saved_weights import CheckpointWeights
+from fullspeed.comm import Group, get_rank, get_world_group, get_world_size, init_distributed
 from fullspeed.comm.rendezvous import rendezvous, together
 from fullspeed.engine import restore
 from fullspeed.engine.collect import NamedState, named_state
@@ -45,7 +47,8 @@ def load_weights(
 
     Args:
         model: the module to fill; parameters keep their identity.
-        source: a folder with safetensors or `pytorch_model.bin` files, an index, weight files, or a state dict.
+        source: a folder with safetensors or `pytorch_model.bin` files, an index, weight files, or a state dict; or a
+            directory that was given to `save_checkpoint` (its latest one), or one checkpoint's own folder.
         strict: names must agree exactly. Tied parameters may be given under any of their names.
         data_parallel_group: the ranks that share parameters that were on the meta device; all by default.
 
@@ -61,7 +64,7 @@ def load_weights(
     rendezvous("load_weights", group)
     state = named_state(model)
     found: list[_Weights] = []
-    together(lambda: found.append(_Weights(source, state, strict=strict)), CheckpointError, group)
+    together(lambda: found.append(_Weights(_open(source, group), state, strict=strict)), CheckpointError, group)
     weights = found[0]
     _shard_meta(model, group)
     for flat in _groups_to_write(state):
@@ -79,18 +82,42 @@ def load_weights(
     return weights.unmet
 
 
+class _Tensors(Protocol):
+    """Tensors by name."""
+
+    shapes: dict[str, tuple[int, ...]]
+
+    def elements(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a flattened tensor."""
+
+
+class _Given:
+    """Those of a state dict."""
+
+    def __init__(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def elements(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """See `_Tensors`."""
+        return self._tensors[name].detach().reshape(-1)[start:stop]
+
+
+def _open(source: Source, group: Group) -> _Tensors:
+    if isinstance(source, Mapping):
+        return _Given(source)
+    if isinstance(source, str | pathlib.Path) and is_checkpoint(source) and not has_model_files(pathlib.Path(source)):
+        state = find_checkpoint(source, rank=get_rank(group))
+        state.verify(get_world_size(group))
+        return CheckpointWeights(state)
+    return ModelFiles(source)
+
+
 class _Weights:
     """The source, checked against the model's names and shapes; see `restore.WeightSource`."""
 
-    def __init__(self, source: Source, state: NamedState, *, strict: bool) -> None:
-        self._files: ModelFiles | None = None
-        self._given: Mapping[str, torch.Tensor] = {}
-        if isinstance(source, Mapping):
-            self._given = source
-            shapes = {name: tuple(value.shape) for name, value in source.items() if isinstance(value, torch.Tensor)}
-        else:
-            self._files = ModelFiles(source)
-            shapes = self._files.shapes
+    def __init__(self, source: _Tensors, state: NamedState, *, strict: bool) -> None:
+        self._source, shapes = source, source.shapes
         self._name_of = {fqn: fqn for fqn in shapes}  # the model's name -> the source's
         for alias, fqn in state.aliases.items():
             if fqn not in shapes and alias in shapes:
@@ -117,9 +144,7 @@ class _Weights:
         name = self._name_of.get(fqn)
         if name is None:
             return None
-        if self._files is not None:
-            return self._files.elements(name, start, stop)
-        return self._given[name].detach().reshape(-1)[start:stop]
+        return self._source.elements(name, start, stop)
 
     master = param
 

@@ -442,6 +442,11 @@ class FlatGroup:
             "live": self.full.untyped_storage().nbytes() if self.is_transient else 0,
         }
 
+    def drop(self) -> None:
+        """Free all values, whose parameters were taken over by others. No rank may be reading them."""
+        self.resident = Resident(self.store[:0].clone(), self.links)
+        self.master = None
+
     def release(self) -> None:
         """Give the parameters back to their owner as ordinary whole tensors of their own. Collective when sharded."""
         if self.is_transient:

@@ -51,6 +51,7 @@ class ShardHolder:
         self._groups: set[FlatGroup] = set()
         self._borrowers: dict[FlatGroup, int] = {}  # contexts that keep a group whole
         self._taken_from: FlatGroup | None = None
+        self._emptied: FlatGroup | None = None  # whose last parameter was taken, and whose shard peers may be reading
 
     def __contains__(self, param: object) -> bool:
         return param in self._place
@@ -111,6 +112,7 @@ class ShardHolder:
             self._free_taken()
             if not group.is_whole:
                 _gather(group)
+                self._drop_emptied()
             self._taken_from = group
         values = _values(group, slot)
         self._forget(param, group)
@@ -124,6 +126,14 @@ class ShardHolder:
         group, self._taken_from = self._taken_from, None
         if group is not None and not self._borrowers.get(group):
             group.reshard()
+            if not group.params:
+                self._emptied = group
+
+    def _drop_emptied(self) -> None:
+        """Free the shard of the group taken before: peers that took part in a later gather have read it."""
+        if self._emptied is not None:
+            self._emptied.drop()
+            self._emptied = None
 
     def _forget(self, param: nn.Parameter, group: FlatGroup) -> None:
         del self._place[param]

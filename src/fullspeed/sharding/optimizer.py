@@ -57,6 +57,7 @@ class ShardedOptimizer(WrappedOptimizer):
         owned: this rank's pieces, by the parameter they belong to.
         overflow: whether the last step was skipped because a gradient was not finite.
         last_change: what the last step did to the loss scale.
+        stepper: carries updates out.
         before_new_group: may refuse a new param group; set by the engine.
         before_step: may refuse a step; set by the engine.
     """
@@ -82,7 +83,7 @@ class ShardedOptimizer(WrappedOptimizer):
         self.before_new_group: Callable[[], None] = lambda: None
         self.before_step: Callable[[], None] = lambda: None
         self._replace_params()
-        self._stepper = self._make_stepper()
+        self.stepper = self._make_stepper()
         self.bind_shards()
 
     def _make_stepper(self) -> Stepper:
@@ -139,7 +140,7 @@ class ShardedOptimizer(WrappedOptimizer):
         else:
             factor = self._clip_factor() / scale
             self._clipped_grad_norm = None if norm is None else self._global_grad_norm_times(factor * scale)
-            self._stepper.step(touched, factor)
+            self.stepper.step(touched, factor)
             self.last_change = self.loss_scaler.update(False)
             self.runtime.watch_nonfinite = False
         self.runtime.clear_grads()
@@ -245,13 +246,18 @@ class ShardedOptimizer(WrappedOptimizer):
 
     def keep_state(self, owned: OwnedPiece) -> None:
         """The state of a piece was set from outside: put it where states are between steps."""
-        self._stepper.keep_state(owned)
+        self.stepper.keep_state(owned)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state as it is on this rank, with the loss scale and the stepper's counts."""
+        return {**super().state_dict(), "stepper": self.stepper.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` gave, on the same rank of the same number of ranks."""
         super().load_state_dict(state_dict)
         for owned in self.owned.values():
             self.keep_state(owned)
+        self.stepper.load_state_dict(state_dict.get("stepper", {}))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients accumulated and reduced so far."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -55,6 +55,9 @@ class Reductions:
         self, groups: Sequence[FlatGroup], policy: ReductionPolicy, agreement: Agreement, launches: LaunchCount
     ) -> None:
         self.policy = policy
+        self.on_reduced: Callable[[FlatGroup], None] | None = (
+            None  # told of each that a backward before a step completes
+        )
         self._agreement = agreement
         self._launches = launches
         self._in_flight: deque[FlatGroup] = deque()  # the oldest first
@@ -107,6 +110,9 @@ class Reductions:
             return
         for group in self._groups.values():
             group.grads.advance_reduce()
+        for group in (*self._advanced, *self._in_flight):
+            group.grads.finish_reduce()
+            self._tell_reduced(group)
         self.finish()
         self._learn_order()
         for group in self._groups.values():
@@ -133,7 +139,20 @@ class Reductions:
             in_flight_numel -= oldest.numel
             oldest.grads.advance_reduce()
             self._advanced.append(oldest)
-        self._advanced = [waiting for waiting in self._advanced if not waiting.grads.try_finish_reduce()]
+        self._advanced = [waiting for waiting in self._advanced if not self._is_finished(waiting)]
+        while self.on_reduced is not None and self._in_flight and self._is_finished(self._in_flight[0]):
+            self._in_flight.popleft()
+
+    def _is_finished(self, group: FlatGroup) -> bool:
+        """Finish a reduction under way if that takes no waiting."""
+        if not group.grads.try_finish_reduce():
+            return False
+        self._tell_reduced(group)
+        return True
+
+    def _tell_reduced(self, group: FlatGroup) -> None:
+        if self.on_reduced is not None and self.policy.is_boundary:
+            self.on_reduced(group)
 
     def _learn_order(self) -> None:
         """After the first pass, reduce in the order in which rank 0 completed its groups, those without any last."""

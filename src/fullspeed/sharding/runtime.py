@@ -304,6 +304,10 @@ class ShardingRuntime:
         self.gatherer.free_idle()
         self.gatherer.end_pass()
 
+    def watch_reductions(self, on_reduced: Callable[[FlatGroup], None]) -> None:
+        """Call `on_reduced` with each group whose reduction is complete, in the backward that precedes a step."""
+        self._reductions.on_reduced = on_reduced
+
     # ------------------------------------------------------------------- step
 
     def finish_reduction(self) -> dict[nn.Parameter, bool]:

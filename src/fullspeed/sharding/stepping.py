@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,7 +24,19 @@ class Stepper(Protocol):
 
     def keep_state(self, owned: OwnedPiece) -> None:
         """The inner optimizer's state of a piece was set from outside: put it where states are between steps."""
-        ...
+        return  # in memory, of which this is true already
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed training must know besides the optimizer's state, alike on all ranks."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave, `{}` if another kind of stepper saved; values and states were replaced."""
+        return  # a protocol's empty body would have to be filled in by every stepper
+
+    def nbytes(self) -> int:
+        """Bytes of second copies this rank holds now."""
+        return 0
 
 
 class MemoryStepper(Stepper):
@@ -46,9 +58,6 @@ class MemoryStepper(Stepper):
         batches = sub_groups(self._owned.values(), self._runtime.trainable, self._sub_group_numel)
         step_in_memory(self._inner, batches, touched, factor)
         self._runtime.publish()
-
-    def keep_state(self, owned: OwnedPiece) -> None:
-        """See `Stepper`: it is in memory already."""
 
 
 def step_in_memory(
@@ -88,7 +97,7 @@ def _follow(pieces: Sequence[OwnedPiece]) -> None:
 def step_batch(inner: Optimizer, batch: list[OwnedPiece], touched: Mapping[nn.Parameter, bool], factor: float) -> None:
     """Step pieces that make up whole groups. Their gradients are freed before this returns."""
     groups = {owned.group.index: owned.group for owned in batch}
-    grads = {index: _step_gradient(group, factor) for index, group in groups.items()}
+    grads = {index: step_gradient(group, factor) for index, group in groups.items()}
     for owned in batch:
         owned.tensor.grad = owned.part_of(grads[owned.group.index]) if touched[owned.param] else None
     inner.step()
@@ -96,7 +105,7 @@ def step_batch(inner: Optimizer, batch: list[OwnedPiece], touched: Mapping[nn.Pa
         owned.tensor.grad = None
 
 
-def _step_gradient(group: FlatGroup, factor: float) -> torch.Tensor:
+def step_gradient(group: FlatGroup, factor: float) -> torch.Tensor:
     """The group's reduced gradient, unscaled and clipped, in the dtype of its masters."""
     assert group.master is not None
     grad = group.grads.reduced

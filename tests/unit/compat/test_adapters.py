@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fullspeed.base.errors import ConfigError, UsageError
-from fullspeed.compat import constants, factories, groups, optimizers, tensors
+from fullspeed.compat import bwc, constants, factories, groups, optimizers, tensors
 from fullspeed.compat.builders import AsyncIOBuilder
 from fullspeed.compat.config import DeepSpeedConfig
 from fullspeed.optim.cpu import CPUAdam
@@ -123,3 +123,73 @@ def test_file_access_through_its_builder(tmp_path):
     assert handle.sync_pwrite(values, str(tmp_path / "file")) == 1
     assert handle.sync_pread(found, str(tmp_path / "file")) == 1
     assert torch.equal(found, values)
+
+
+def test_overflow_is_found_in_gradients_and_norms():
+    good, bad = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    good.grad = torch.ones(2)
+    check = tensors.CheckOverflow([[good], [bad]])
+    assert not check.check()
+    bad.grad = torch.tensor([1.0, float("nan")])
+    assert check.check()
+    assert not check.check([[good]])
+    assert check.has_overflow([bad])
+    assert check.check_using_norm([1.0, float("inf")])
+    assert check.check_using_norm([-1.0])
+    assert not check.check_using_norm([1.0, 2.0])
+
+
+def test_small_names_of_runtime_utils(caplog):
+    assert tensors.call_to_str("step") == "step()"
+    assert tensors.call_to_str("step", 1, lr=0.1) == "step(1, lr=0.1)"
+    param = torch.nn.Parameter(torch.ones(1))
+    assert tensors.DummyOptim(iter([param])).param_groups == [{"params": [param]}]
+    assert constants.ZeroStageEnum(3) is constants.ZeroStageEnum.max_stage is constants.ZeroStageEnum.weights
+    logged = []
+    constants.logger.addFilter(lambda record: logged.append(record.getMessage()) or True)
+    try:
+        constants.memory_status("after the step", reset_max=True)
+        constants.memory_status("not here", print_rank=1)
+    finally:
+        constants.logger.filters.pop()
+    assert len(logged) == 1
+    assert logged[0].startswith("after the step: rank 0, allocated=")
+
+
+def test_an_mpu_of_any_generation_is_understood():
+    class Old:
+        def get_model_parallel_rank(self):
+            return 3
+
+        def get_model_parallel_group(self):
+            return "group"
+
+    class New(Old):
+        def get_tensor_model_parallel_rank(self):
+            return 5
+
+        def get_slice_parallel_world_size(self):
+            return 8
+
+    assert bwc.bwc_tensor_model_parallel_rank() == 0
+    assert bwc.bwc_tensor_model_parallel_world_size() == 1
+    assert bwc.bwc_tensor_model_parallel_group() is None
+    assert bwc.bwc_tensor_model_parallel_rank(Old()) == 3
+    assert bwc.bwc_tensor_model_parallel_group(Old()) == "group"
+    assert bwc.bwc_tensor_model_parallel_rank(New()) == 5
+    assert bwc.bwc_tensor_model_parallel_world_size(New()) == 8
+    with pytest.raises(AttributeError, match="get_model_parallel_world_size"):
+        bwc.bwc_tensor_model_parallel_world_size(Old())
+
+
+def test_optimizer_flags_mark_what_muon_orthogonalises():
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(3, 2), "inner": torch.nn.Linear(2, 2)})
+    batch = {"train_batch_size": 1}
+    constants.set_optimizer_flags(DeepSpeedConfig(batch | {"optimizer": {"type": "Adam"}}), model)
+    assert not hasattr(model["inner"].weight, "use_muon")
+    constants.set_optimizer_flags(DeepSpeedConfig(batch | {"optimizer": {"type": "Muon"}}), model)
+    assert {name: param.use_muon for name, param in model.named_parameters()} == {
+        "embed.weight": False,
+        "inner.weight": True,
+        "inner.bias": False,
+    }

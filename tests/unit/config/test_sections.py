@@ -256,6 +256,34 @@ def test_rates_per_group():
             {"zero_optimization": {"stage": 2, "offload_param": DISK}},
             "zero_optimization.offload_param",
         ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"super_offload": True}}},
+            "zero_optimization.offload_optimizer.super_offload",
+        ),
+        (
+            {"zero_optimization": {"stage": 0, "zenflow": {}}},
+            "zero_optimization.zenflow",
+        ),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 2,
+                    "zenflow": {},
+                    "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"},
+                }
+            },
+            "zero_optimization.zenflow",
+        ),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 2,
+                    "zenflow": {},
+                    "offload_optimizer": {"device": "cpu", "super_offload": True},
+                }
+            },
+            "zero_optimization.zenflow",
+        ),
         ({"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}}, "gradient_allreduce_op"),
         ({"optimizer": {"type": "OneBitAdam"}, "zero_optimization": {"stage": 1}}, "optimizer.type"),
         ({"optimizer": {"type": "Lamb"}, "fp16": {"enabled": True, "loss_scale": 128}}, "fp16.loss_scale"),

@@ -14,7 +14,6 @@ CPU = {"device": "cpu"}
     ("source", "path"),
     [
         *(({block: {"enabled": True}}, f"{block}.enabled") for block in ENABLED if "." not in block),
-        ({"zero_optimization": {"zenflow": {}}}, "zero_optimization.zenflow"),
         ({"zero_optimization": {"enable_sanity_checks": True}}, "zero_optimization.enable_sanity_checks"),
         ({"zero_optimization": {"weight_quantization": {}}}, "zero_optimization.weight_quantization"),
         ({"pipeline": {"stages": 2}}, "pipeline"),

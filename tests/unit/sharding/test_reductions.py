@@ -29,6 +29,7 @@ class Noted:
         self.has_local = False
         self.grads = self
         self._is_reducing = False
+        self.is_summed = False  # the result would be there without waiting
 
     def begin_reduce(self) -> None:
         self._events.append(f"begin {self.index}")
@@ -39,6 +40,7 @@ class Noted:
             self._events.append(f"advance {self.index}")
 
     def try_finish_reduce(self) -> bool:
+        self._is_reducing = self._is_reducing and not self.is_summed
         return not self._is_reducing
 
     def finish_reduce(self) -> None:
@@ -148,3 +150,33 @@ def test_what_no_pass_reduced_is_reduced_before_the_step() -> None:
     groups[0].has_local = groups[0].touched[1] = True
     assert reductions.reduce_rest() == {"0.0": False, "0.1": True, "1.0": False, "1.1": False}
     assert begun(events) == [1, 0]
+
+
+def test_who_asks_is_told_of_each_reduction_that_is_complete_once_and_early_where_it_is() -> None:
+    reductions, groups, _, _ = make(3)
+    told: list[int] = []
+    reductions.on_reduced = lambda group: told.append(group.index)
+    reductions.begin_pass()
+    groups[2].is_summed = True
+    reductions.arrived(groups[2])
+    reductions.arrived(groups[1])
+    assert told == [2], "the second is not complete yet"
+    groups[1].is_summed = groups[0].is_summed = True
+    reductions.arrived(groups[0])
+    assert told == [2, 1, 0]
+    reductions.launch_remaining()
+    reductions.finish_pass()
+    assert told == [2, 1, 0]
+
+
+def test_who_asks_is_told_at_the_end_of_backward_of_those_that_were_waited_for() -> None:
+    reductions, groups, _, _ = make(2)
+    told: list[int] = []
+    reductions.on_reduced = lambda group: told.append(group.index)
+    for is_boundary, expected in ((False, []), (True, [1, 0])):
+        reductions.policy.is_boundary = is_boundary
+        reductions.begin_pass()
+        reductions.arrived(groups[1])
+        reductions.launch_remaining()
+        reductions.finish_pass()
+        assert told == expected, "only the backward before a step counts"
