@@ -38,7 +38,6 @@ REMEDIES: Mapping[str, str] = {
     "transformer kernels": "use torch.nn.functional.scaled_dot_product_attention and torch.compile",
     "file I/O": "use AsyncIOBuilder, which reads into host memory",
     "elastic agent": "start the job with --elastic_training",
-    "moving states": "choose where optimizer states live with offload_optimizer in the configuration",
     "tensor overrides": "pass dtype to zero.Init",
     "tuning arguments": "write the schedule into the configuration's scheduler section",
 }
