@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from fullspeed.base.errors import UsageError
-from fullspeed.offload.buffers import aligned_empty
+from fullspeed.offload.buffers import ALIGNMENT_BYTES, aligned_empty
 from fullspeed.offload.store import FileStore
 
 _aten = torch.ops.aten
@@ -51,6 +51,9 @@ class FileTensor(Tensor):
         """Replace the values. Raises StorageError when they cannot be written."""
         if self.numel():
             flat = values.detach().to(device="cpu", dtype=self.dtype).expand(self.shape).contiguous().reshape(-1)
+            if self.start == 0 and flat.data_ptr() % ALIGNMENT_BYTES:
+                # Else the bytes go through the page cache, and are in memory twice for as long as that likes.
+                flat = aligned_empty(self.numel(), self.dtype).copy_(flat)
             self.store.submit_write(self.key, flat, self.start).wait()
 
     @override

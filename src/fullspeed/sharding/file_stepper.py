@@ -6,7 +6,7 @@ written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -101,8 +101,8 @@ class FileStepper(Stepper):
                 for group in asleep:
                     group.refresh()
             finally:
-                for owned in batch:  # whatever happened: nobody may be left with a view of a buffer
-                    self._take_back(owned, tensors)
+                # Whatever happened: nobody may be left with a view of a buffer.
+                self._take_back(batch, tensors)
                 for group, master in asleep.items():
                     group.master = master
                 for owned in batch:
@@ -124,23 +124,39 @@ class FileStepper(Stepper):
                     state[kind] = owned.part_of(tensors[value.key])
         return asleep
 
-    def _take_back(self, owned: OwnedPiece, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The optimizer's states of a piece go with what is written; those it has made now are written here."""
-        for kind, value in self._per_element(owned):
-            read = tensors.get(name_of(owned.group, kind))
-            if read is None:
-                self._save(owned, kind, value)
-                continue
-            place = owned.part_of(read)
-            if value.data_ptr() != place.data_ptr():
-                place.copy_(value)  # the optimizer made a new tensor
-            self._inner.state[owned.tensor][kind] = self._part(owned, kind, value.dtype)
+    def _take_back(self, batch: Iterable[OwnedPiece], tensors: Mapping[str, torch.Tensor]) -> None:
+        """The optimizer's states go with what is written; those it has made now are written here."""
+        made: dict[tuple[FlatGroup, str], list[tuple[OwnedPiece, torch.Tensor]]] = {}
+        for owned in batch:
+            for kind, value in self._per_element(owned):
+                read = tensors.get(name_of(owned.group, kind))
+                if read is None:
+                    made.setdefault((owned.group, kind), []).append((owned, value))
+                    continue
+                place = owned.part_of(read)
+                if value.data_ptr() != place.data_ptr():
+                    place.copy_(value)  # the optimizer made a new tensor
+                self._inner.state[owned.tensor][kind] = self._part(owned, kind, value.dtype)
+        for (group, kind), pieces in made.items():
+            self._save(group, kind, pieces)
 
     def keep_state(self, owned: OwnedPiece) -> None:
         """See `Stepper`."""
         if owned.group.index in self._files.waiting:
             for kind, value in self._per_element(owned):
-                self._save(owned, kind, value)
+                self._part(owned, kind, value.dtype).save(value)
+                self._inner.state[owned.tensor][kind] = self._part(owned, kind, value.dtype)
+
+    def _save(self, group: FlatGroup, kind: str, pieces: Sequence[tuple[OwnedPiece, torch.Tensor]]) -> None:
+        """Write states that the optimizer has made, those of a group at once: single pieces begin between blocks."""
+        _, first = pieces[0]
+        whole = self._files.tensor(group, kind, first.dtype)
+        flat = whole.load()  # of pieces that had theirs before
+        for owned, value in pieces:
+            owned.part_of(flat).copy_(value)
+        whole.save(flat)
+        for owned, value in pieces:
+            self._inner.state[owned.tensor][kind] = self._part(owned, kind, value.dtype)
 
     def _per_element(self, owned: OwnedPiece) -> list[tuple[str, torch.Tensor]]:
         """The states of a piece that have its shape and are in memory."""
@@ -152,11 +168,6 @@ class FileStepper(Stepper):
             and not isinstance(value, FileTensor)
             and value.shape == owned.tensor.shape
         ]
-
-    def _save(self, owned: OwnedPiece, kind: str, value: torch.Tensor) -> None:
-        part = self._part(owned, kind, value.dtype)
-        part.save(value)
-        self._inner.state[owned.tensor][kind] = part
 
     def _part(self, owned: OwnedPiece, kind: str, dtype: torch.dtype) -> FileTensor:
         whole = self._files.tensor(owned.group, kind, dtype)
