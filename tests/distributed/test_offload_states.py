@@ -139,9 +139,7 @@ def test_j9_compiled_modules(rank: int, world_size: int, tmp_path: pathlib.Path)
 
 
 @ranks(2)
-def test_a_full_disk_of_one_rank_leaves_all_in_memory(
-    rank: int, world_size: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_of_one_rank_leaves_all_in_memory(rank: int, world_size: int, tmp_path: pathlib.Path) -> None:
     plain, engine = make(None, rank, 2, "bf16"), make(tmp_path, rank, 2, "bf16")
     assert update(engine, rank, world_size, 0) == update(plain, rank, world_size, 0)
     before = held(engine)
@@ -152,10 +150,11 @@ def test_a_full_disk_of_one_rank_leaves_all_in_memory(
             raise StorageError(f"cannot write {name}: no space left")
         return submit(self, name, tensor, start)
 
-    if rank == 1:
-        monkeypatch.setattr(store.FileStore, "submit_write", full)
-    with pytest.raises(StorageError, match="no space left"):
-        engine.offload_states(device="nvme")
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(store.FileStore, "submit_write", full)
+        with pytest.raises(StorageError, match="no space left"):
+            engine.offload_states(device="nvme")
     assert held(engine) == before
     assert update(engine, rank, world_size, 1) == update(plain, rank, world_size, 1)
     assert all(map(torch.equal, masters(engine), masters(plain)))
