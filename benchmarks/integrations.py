@@ -5,8 +5,9 @@
 
 A small Llama learns source text with a DeepSpeed configuration whose values are "auto", once for each system, stage,
 number of ranks and precision, each in fresh processes. The table shows the largest difference of a loss to that of the
-first system in the row's group, the first and the last loss, and tokens per second without the first step. `plain` is the Trainer by itself, so it
-takes part where optimizer and schedule are its own; groups `sections` let the configuration name both.
+first system in the row's group, the first and the last loss, and tokens per second without the first step. `plain` is
+the Trainer by itself, so it takes part where optimizer and schedule are its own; groups `sections` let the
+configuration name both.
 """
 
 from __future__ import annotations
