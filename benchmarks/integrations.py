@@ -5,8 +5,9 @@
 
 A small Llama learns source text with a DeepSpeed configuration whose values are "auto", once for each system, stage,
 number of ranks and precision, each in fresh processes. The table shows the largest difference of a loss to that of the
-first system in the row's group, and tokens per second without the first step. `plain` is the Trainer by itself, so it
-takes part where optimizer and schedule are its own; groups `sections` let the configuration name both.
+first system in the row's group, the first and the last loss, and tokens per second without the first step. `plain` is
+the Trainer by itself, so it takes part where optimizer and schedule are its own; groups `sections` let the
+configuration name both.
 """
 
 from __future__ import annotations
@@ -24,6 +25,16 @@ from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS = 8
+STAGES = (0, 1, 2, 3)
+# DeepSpeed compiles these at first use. Ranks that are ended meanwhile leave a lock behind, for which all later ones
+# wait for ever: so they are compiled before the first run, by one process that nobody ends.
+LOAD_OPS = """
+import torch
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+FusedAdam([torch.nn.Parameter(torch.zeros(1))])
+ShareMemCommBuilder().load()
+"""
 
 
 class Run(NamedTuple):
@@ -56,9 +67,8 @@ def matrix(with_deepspeed: bool) -> list[Run]:
     for world_size in (1, 2):
         for lora in (False, True):
             runs.append(Run("plain", 0, world_size, False, lora))
-            stages = (0, 1, 2, 3) if lora else (1, 2, 3)
-            runs += [Run(system, stage, world_size, False, lora) for system in systems for stage in stages]
-        runs += [Run(system, stage, world_size, True) for system in systems for stage in (1, 2, 3)]
+            runs += [Run(system, stage, world_size, False, lora) for system in systems for stage in STAGES]
+        runs += [Run(system, stage, world_size, True) for system in systems for stage in STAGES]
     return runs + [Run(system, stage, 2, True, bf16=True) for system in systems for stage in (1, 3)]
 
 
@@ -119,6 +129,19 @@ def step_clock(ends: list[float]) -> Any:
 # ------------------------------------------------------------------ the driver
 
 
+def compile_ops(python: str) -> None:
+    """Let DeepSpeed compile what the runs need; minutes at the first time, seconds afterwards."""
+    print("compiling DeepSpeed's operations, unless they are there", file=sys.stderr, flush=True)
+    path = os.pathsep.join([str(pathlib.Path(python).absolute().parent), os.environ.get("PATH", "")])  # ninja is there
+    with tempfile.TemporaryFile() as said:
+        done = subprocess.run(
+            [python, "-c", LOAD_OPS], env=os.environ | {"PATH": path}, stdout=said, stderr=said, check=False
+        )
+        said.seek(0)
+        if done.returncode:
+            raise SystemExit(f"DeepSpeed cannot load its operations:\n{said.read().decode()[-2000:]}")
+
+
 def carry_out(run: Run, python: str, timeout_s: float) -> dict[str, Any]:
     """Start the run's ranks and wait; what rank 0 wrote, or the end of what a failed rank said."""
     with tempfile.TemporaryDirectory() as name:
@@ -174,7 +197,10 @@ def main() -> None:
     if options.rank_of:
         train(Run(*json.loads(options.rank_of[0])), pathlib.Path(options.rank_of[1]))
         return
-    print("| group | system | stage | largest difference of a loss | tokens/s |\n|---|---|--:|--:|--:|")
+    if options.deepspeed_python:
+        compile_ops(options.deepspeed_python)
+    print("| group | system | stage | largest difference of a loss | first and last loss | tokens/s |")
+    print("|---|---|--:|--:|--:|--:|")
     references: dict[str, list[float]] = {}
     for run in matrix(options.deepspeed_python is not None):
         if options.only not in run.group:
@@ -185,7 +211,8 @@ def main() -> None:
         if not shown:
             reference = references.setdefault(run.group, found["losses"])
             difference = max(abs(a - b) for a, b in zip(found["losses"], reference, strict=True))
-            shown = f"{difference:.1e} | {found['tokens_per_s']:.0f}"
+            ends = f"{found['losses'][0]:.4f}, {found['losses'][-1]:.4f}"
+            shown = f"{difference:.1e} | {ends} | {found['tokens_per_s']:.0f}"
         print(f"| {run.group} | {run.system} | {run.stage} | {shown} |", flush=True)
 
 

