@@ -144,8 +144,11 @@ def kill_often(place: str, numbers: range) -> tuple[int, int]:
     unfinished = 0
     for number in numbers:
         unfinished += kill(place, number)
-        for partial in pathlib.Path(place).glob(".*.partial"):
-            shutil.rmtree(partial)  # so that the next trial counts its own
+        for partial in pathlib.Path(place).glob(".*.partial"):  # so that the next trial counts its own
+            if partial.is_dir():
+                shutil.rmtree(partial)
+            else:  # of the file that names the latest
+                partial.unlink()
     return unfinished, run_ranks(look_only, 2, place)[0]
 
 

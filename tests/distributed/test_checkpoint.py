@@ -671,7 +671,7 @@ def test_an_export_that_fails_in_the_middle_still_gathers_with_the_others(rank, 
 @ranks(2)
 def test_a_streamed_model_file_holds_one_group_in_memory(rank, world_size, tmp_path):
     def build(seed: int) -> nn.Module:
-        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16)))
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(48)))
         model.register_buffer("count", torch.tensor(3))  # wider than the weights: its place in the file is first
         return model
 

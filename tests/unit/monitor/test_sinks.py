@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import struct
+import time
 import zipfile
 from pathlib import Path
 
@@ -100,7 +101,18 @@ def test_wandb_reads_its_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def _wandb_records(file: Path) -> list:
-    """The protobuf records of an offline run: a 7 byte header, then LevelDB's log format in blocks of 32 KiB."""
+    """The protobuf records of an offline run. Another process writes them, and may still do so after `finish`."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        records = _records_in(file)
+        if any(record.WhichOneof("record_type") == "exit" for record in records):
+            return records
+        time.sleep(0.1)
+    raise AssertionError(f"{file} has no end: {[record.WhichOneof('record_type') for record in records]}")
+
+
+def _records_in(file: Path) -> list:
+    """What is there: a 7 byte header, then LevelDB's log format in blocks of 32 KiB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, records, part = file.read_bytes(), 7, [], b""
@@ -110,6 +122,8 @@ def _wandb_records(file: Path) -> list:
             at += room
             continue
         _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        if at + 7 + length > len(data):
+            break  # being written
         part += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or last part
