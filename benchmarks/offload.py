@@ -261,8 +261,8 @@ def main() -> None:
     """Parse the command line and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--layers", type=int, default=14, help="of 7 million parameters each, a rank (default: %(default)s)")
-    add("--cap", type=int, default=750, help="MiB a rank (default: %(default)s)")
+    add("--layers", type=int, default=28, help="of 7 million parameters each, a rank (default: %(default)s)")
+    add("--cap", type=int, default=1560, help="MiB a rank (default: %(default)s)")
     add("--steps", type=int, default=3, help="updates (default: %(default)s)")
     add("--precision", default="fp32", help="fp32, bf16 or both with a comma (default: %(default)s)")
     add("--largest", type=int, metavar="MIB", help="find the largest models for so much memory instead")
