@@ -81,6 +81,18 @@ def test_masters_are_written_where_fp32_is_asked_for(rank, world_size, tmp_path)
 
 
 @ranks(2)
+def test_h12_frozen_parameters_are_fp32_where_fp32_is_asked_for(rank, world_size, tmp_path):
+    for stage in (0, 3):
+        model = stack(0)
+        model.inner.weight.requires_grad_(False)
+        engine = make(model, stage, "bf16")
+        zero.save_weights(engine, tmp_path, dtype=torch.float32, file_format="pickled")
+        found = torch.load(tmp_path / "pytorch_model.bin")
+        assert {value.dtype for value in found.values()} == {torch.float32}
+        assert torch.equal(found["inner.weight"], stack(0).inner.weight.bfloat16().float())
+
+
+@ranks(2)
 def test_adapters_alone_under_names_of_ones_own(rank, world_size, tmp_path):
     model = stack(0)
     for fqn, param in model.named_parameters():

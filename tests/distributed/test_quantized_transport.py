@@ -25,7 +25,7 @@ from fullspeed.kernels.format import BlockFormat
 from tests.ranks import ranks
 
 CPU = torch.device("cpu")
-NUMELS = (1, 15, 16, 50, 256, 1000)  # per shard: neither whole blocks, nor pairs, nor multiples of 8
+NUMELS = (1, 15, 16, 50, 256, 1000)  # per shard: neither whole blocks, nor pairs, nor multiples of 8 (C15)
 
 
 def rows(world_size: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
