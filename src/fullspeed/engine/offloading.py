@@ -13,8 +13,7 @@ from fullspeed.base.log import log_dist
 from fullspeed.comm import Group, get_rank
 from fullspeed.comm.rendezvous import together
 from fullspeed.config import Config
-from fullspeed.offload.disk import Disk
-from fullspeed.sharding.file_plan import settings_of
+from fullspeed.offload.disk import Disk, settings_of
 from fullspeed.sharding.offloaded_states import OffloadedStates, OffloadState
 from fullspeed.sharding.optimizer import ShardedOptimizer
 from fullspeed.sharding.runtime import ShardingRuntime
@@ -92,7 +91,7 @@ class Offloading:
     ) -> dict[str, int]:
         def take() -> dict[str, int]:
             if self._away is None:
-                self._away = OffloadedStates(optimizer, Disk(folder, settings_of(self._config)))
+                self._away = OffloadedStates(optimizer, Disk(folder, settings_of(self._config.aio)))
             verbs = {
                 OffloadState.optim_states: self._away.take_states,
                 OffloadState.hp_params: self._away.take_masters,

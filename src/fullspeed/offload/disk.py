@@ -11,12 +11,17 @@ import tempfile
 import weakref
 
 from fullspeed.base.errors import StorageError
+from fullspeed.comm import Group
+from fullspeed.comm.rendezvous import together
+from fullspeed.config.checkpoint import Aio
+from fullspeed.offload.buffers import ALIGNMENT_BYTES
 from fullspeed.offload.engine import Engine, Settings, make_engine
 from fullspeed.offload.files import fail
 from fullspeed.offload.store import FileStore
 
 _PREFIX = "fullspeed-"
 _LOCK = "lock"
+_MAX_DEPTH = 64  # requests under way at once; more only take memory
 
 
 class Disk:
@@ -55,6 +60,28 @@ class Disk:
     def close(self) -> None:
         """Wait for what is under way and remove the folder. May be repeated."""
         self._end()
+
+
+def settings_of(aio: Aio) -> Settings:
+    """How the `aio` section wants transfers cut."""
+    block_bytes = max(ALIGNMENT_BYTES, aio.block_size // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
+    return Settings(block_bytes, min(aio.queue_depth * aio.intra_op_parallelism, _MAX_DEPTH))
+
+
+def open_disk(shared_folder: str, aio: Aio, group: Group) -> tuple[Disk, list[str]]:
+    """This rank's disk, and the folders of all ranks. Collective.
+
+    Raises:
+        StorageError: on every rank, when one cannot have its folder.
+    """
+    made: list[Disk] = []
+
+    def make() -> str:
+        made.append(Disk(pathlib.Path(shared_folder), settings_of(aio)))
+        return str(made[0].folder)
+
+    folders = together(make, StorageError, group)
+    return made[0], folders
 
 
 def _lock(folder: pathlib.Path) -> int:

@@ -58,8 +58,8 @@ def build_runtime(
     scaling = _grad_scaling(config, links.num_ranks)
     file_plan = plan_files(plan.groups, persistent, zero.offload_param, precision, links.world_size)
     files = make_files(file_plan, config, links)
-    state_plan = plan_states(plan.groups, zero.offload_optimizer, links.world_size)
-    state_files = make_state_files(state_plan, config, links)
+    waiting_states = plan_states(plan.groups, zero.offload_optimizer, links.world_size)
+    state_files = make_state_files(waiting_states, config, links)
     groups = []
     with first_values() as values_of:
         for index, planned in enumerate(plan.groups):
@@ -68,7 +68,7 @@ def build_runtime(
             flat = FlatGroup(index, planned.params, where, dtypes, links, scaling, values_of)
             if files is not None and index in file_plan.waiting:
                 flat.keep_in_file(files)
-            if state_files is not None and flat.has_separate_master and index in state_plan.waiting:
+            if state_files is not None and flat.has_separate_master and index in waiting_states:
                 flat.keep_master_in_file(state_files.tensor(flat, "master", dtypes.master))
             groups.append(flat)
     runtime = ShardingRuntime(

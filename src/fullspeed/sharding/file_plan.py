@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from fullspeed.base.errors import ConfigError, ConfigFault, StorageError
-from fullspeed.base.layout import FlatLayout
-from fullspeed.comm.rendezvous import together
+from fullspeed.base.errors import ConfigError, ConfigFault
 from fullspeed.config import Config
 from fullspeed.config.sharding import OffloadParam
-from fullspeed.offload.buffers import ALIGNMENT_BYTES, BufferPool
-from fullspeed.offload.disk import Disk
-from fullspeed.offload.engine import Settings
+from fullspeed.offload.buffers import BufferPool
+from fullspeed.offload.disk import open_disk
 from fullspeed.precision.policy import PrecisionPolicy
 from fullspeed.sharding.file_resident import ValueFiles
 from fullspeed.sharding.links import GroupLinks
 from fullspeed.sharding.plan import PlannedGroup
-
-_MAX_DEPTH = 64
 
 
 class FilePlan(NamedTuple):
@@ -51,7 +45,7 @@ def plan_files(
     for index, group in enumerate(planned):
         if index in persistent:
             continue
-        shard_numel = FlatLayout([(fqn, tuple(param.shape)) for fqn, param in group.params], world_size).shard_numel
+        shard_numel = group.shard_numel(world_size)
         if not waiting and shard_numel <= room:
             room -= shard_numel
             continue
@@ -84,20 +78,6 @@ def make_files(plan: FilePlan, config: Config, links: GroupLinks) -> ValueFiles 
     offload = config.zero_optimization.offload_param
     if not plan.waiting or offload is None or offload.nvme_path is None:
         return None
-    folder, settings = pathlib.Path(offload.nvme_path), settings_of(config)
-    disks: list[Disk] = []
-
-    def make_disk() -> str:
-        disks.append(Disk(folder, settings))
-        return str(disks[0].folder)
-
-    folders = together(make_disk, StorageError, links.dp_group)
+    disk, folders = open_disk(offload.nvme_path, config.aio, links.dp_group)
     pool = BufferPool(min(offload.buffer_count, len(plan.waiting)), plan.buffer_bytes)
-    return ValueFiles(disks[0], pool, links, folders)
-
-
-def settings_of(config: Config) -> Settings:
-    """How the `aio` section wants transfers cut."""
-    aio = config.aio
-    block_bytes = max(ALIGNMENT_BYTES, aio.block_size // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
-    return Settings(block_bytes, min(aio.queue_depth * aio.intra_op_parallelism, _MAX_DEPTH))
+    return ValueFiles(disk, pool, links, folders)

@@ -144,8 +144,9 @@ class FileStepper(Stepper):
         """See `Stepper`."""
         if owned.group.index in self._files.waiting:
             for kind, value in self._per_element(owned):
-                self._part(owned, kind, value.dtype).save(value)
-                self._inner.state[owned.tensor][kind] = self._part(owned, kind, value.dtype)
+                part = self._part(owned, kind, value.dtype)
+                part.save(value)
+                self._inner.state[owned.tensor][kind] = part
 
     def _save(self, group: FlatGroup, kind: str, pieces: Sequence[tuple[OwnedPiece, torch.Tensor]]) -> None:
         """Write states that the optimizer has made, those of a group at once: single pieces begin between blocks."""

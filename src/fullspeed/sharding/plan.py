@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from fullspeed.base.layout import FlatLayout
 from fullspeed.sharding.always_sharded import ShardsFrozen, always_sharded
 from fullspeed.sharding.leaves import class_paths, z3_leaf_module
 from fullspeed.sharding.tiled_linear import TiledLinear
@@ -54,6 +55,10 @@ class PlannedGroup:
     def numel(self) -> int:
         """Elements of all its parameters."""
         return sum(param.numel() for _, param in self.params)
+
+    def shard_numel(self, world_size: int) -> int:
+        """Elements of one of so many shards, padding included."""
+        return FlatLayout([(fqn, tuple(param.shape)) for fqn, param in self.params], world_size).shard_numel
 
 
 @dataclass(frozen=True)

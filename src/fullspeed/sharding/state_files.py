@@ -6,23 +6,20 @@ and states are `FileTensor`s, which anybody can read and write; `sharding/file_s
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
 from fullspeed.base.errors import StorageError
-from fullspeed.base.layout import FlatLayout, round_up
+from fullspeed.base.layout import round_up
 from fullspeed.comm import Group
 from fullspeed.comm.rendezvous import together
 from fullspeed.config import Config
 from fullspeed.config.sharding import OffloadOptimizer
 from fullspeed.offload.buffers import ALIGNMENT_BYTES, BufferPool
-from fullspeed.offload.disk import Disk
+from fullspeed.offload.disk import Disk, open_disk
 from fullspeed.offload.file_tensor import FileTensor
 from fullspeed.offload.pipeline import Spent, stream
-from fullspeed.sharding.file_plan import settings_of
 from fullspeed.sharding.group import FlatGroup
 from fullspeed.sharding.links import GroupLinks
 from fullspeed.sharding.plan import PlannedGroup
@@ -135,21 +132,15 @@ class StateFiles:
         self._disk.close()
 
 
-class StatePlan(NamedTuple):
-    """The choice, the same on every rank."""
-
-    waiting: frozenset[int]  # indices of groups
-
-
-def plan_states(planned: Sequence[PlannedGroup], offload: OffloadOptimizer | None, world_size: int) -> StatePlan:
-    """Choose the groups whose states wait: trained ones of which a rank steps 65,536 elements at least.
+def plan_states(planned: Sequence[PlannedGroup], offload: OffloadOptimizer | None, world_size: int) -> frozenset[int]:
+    """Indices of the groups whose states wait, the same on every rank: trained ones of 65,536 elements a rank at least.
 
     `ratio` is the share of all elements that waits; the first groups stay in memory.
     """
     if offload is None or offload.device != "nvme":
-        return StatePlan(frozenset())
+        return frozenset()
     numels = {
-        index: FlatLayout([(fqn, tuple(param.shape)) for fqn, param in group.params], world_size).shard_numel
+        index: group.shard_numel(world_size)
         for index, group in enumerate(planned)
         if any(param.requires_grad for _, param in group.params)
     }
@@ -160,19 +151,17 @@ def plan_states(planned: Sequence[PlannedGroup], offload: OffloadOptimizer | Non
             room -= numel
         elif numel >= _MIN_NUMEL:
             waiting.add(index)
-    return StatePlan(frozenset(waiting))
+    return frozenset(waiting)
 
 
-def make_state_files(plan: StatePlan, config: Config, links: GroupLinks) -> StateFiles | None:
+def make_state_files(waiting: frozenset[int], config: Config, links: GroupLinks) -> StateFiles | None:
     """This rank's file; None if nothing waits. Collective.
 
     Raises:
         StorageError: on every rank, when one cannot have its file.
     """
     offload = config.zero_optimization.offload_optimizer
-    if not plan.waiting or offload is None or offload.nvme_path is None:
+    if not waiting or offload is None or offload.nvme_path is None:
         return None
-    folder, settings = pathlib.Path(offload.nvme_path), settings_of(config)
-    disks: list[Disk] = []
-    together(lambda: disks.append(Disk(folder, settings)), StorageError, links.dp_group)
-    return StateFiles(disks[0], plan.waiting, offload)
+    disk, _ = open_disk(offload.nvme_path, config.aio, links.dp_group)
+    return StateFiles(disk, waiting, offload)
